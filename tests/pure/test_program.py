@@ -30,12 +30,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_modules_are_found_as_python_finds_them_and_none_is_imported(project: Path) -> None:
     found = {"shop.train": "shop/train.py", "shop.parts": "shop/parts/__main__.py", "alone": "alone.py"}
     found["bare.tool"] = "bare/tool.py"  # of a namespace package
+    known = set(sys.modules)
     for name, file in found.items():
         program = ModuleProgram(name, ("--lr", "1"))
         program.check()
         assert program.spec().origin == str(project / file)
         assert program.command(project) == [sys.executable, "-m", name, "--lr", "1"]
-    assert not {"shop", "bare", "alone"} & sys.modules.keys()
+    imported = set(sys.modules) - known
+    assert not {"shop", "bare", "alone"} & imported
     ModuleProgram("http.server").check()  # of the standard library, not of this directory
 
 

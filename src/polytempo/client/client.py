@@ -109,7 +109,7 @@ class Client:
         self._postponed: list[tuple[int, AnyMessage, list[Bytes]]] = []
         self._stored: dict[str, str] = {}
         self._leased: SamplesLeased | None = None  # the last answer to `LeaseSamples`
-        self._recalled: dict[bool, tuple[StateRecalled, list[Bytes]]] = {}  # the answers to `RecallState`
+        self._recalled: dict[str, tuple[StateRecalled, list[Bytes]]] = {}  # the answers to `RecallState`
         self._losses: dict[str, RankLost] = {}  # by optimizer: a rank of its group is lost
         self._welcomes: set[int] = set()
         self._mapped: dict[str, dict[int, str]] = {}  # by optimizer: what shards have said to `ShareDevice`
@@ -133,7 +133,7 @@ class Client:
             Refused: self._refused,
             StoreSet: self._value_stored,
             SamplesLeased: self._places_leased,
-            StateRecalled: lambda shard, message, buffers: self._recalled.update({message.shared: (message, buffers)}),
+            StateRecalled: lambda shard, message, buffers: self._recalled.update({message.which: (message, buffers)}),
             Departed: self._departed,
             Stopped: self._stopped,
         }
@@ -307,13 +307,14 @@ class Client:
         """Give the coordinator what the script has registered for checkpoints."""
         self.connections.send(0, message, buffers)
 
-    def recall_state(self, shared: bool) -> tuple[StateRecalled, list[Bytes]]:
-        """What was registered in the checkpoint that the job goes on from."""
-        asked = RecallState(shared=shared)
+    def recall_state(self, which: str) -> tuple[StateRecalled, list[Bytes]]:
+        """What was registered in the checkpoint that the job goes on from, or given to this job's workers; `which`: one of
+        `RECALLED`."""
+        asked = RecallState(which=which)
         self.connections.send(0, asked)
         again = lambda: self.connections.send(0, asked)  # noqa: E731
-        self._wait(lambda: shared in self._recalled, "what the checkpoint has of the script", again)
-        return self._recalled.pop(shared)
+        self._wait(lambda: which in self._recalled, "state of the script that servers keep", again)
+        return self._recalled.pop(which)
 
     # Waiting.
 

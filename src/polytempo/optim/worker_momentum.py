@@ -34,6 +34,11 @@ def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield [flat[start : start + PIECE] for flat in flats]
 
 
+def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The number of each parameter's group, by the parameter's `id`."""
+    return {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+
+
 class GradientMomentum:
     """The momentum of one worker, of SGD.
 
@@ -44,7 +49,7 @@ class GradientMomentum:
 
     def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
         self._optimizer, self._looks_ahead = optimizer, looks_ahead
-        self._group_of = {id(param): at for at, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, keeps: bool = True) -> float:
         """Write what is pushed of a parameter into `out`, which may be `gradient` itself.
@@ -92,38 +97,45 @@ class ChangeMomentum:
     """The momentum of one worker, of any rule with a known one: its optimizer's change, extrapolated.
 
     Args:
-        optimizer: The worker's optimizer, which has just made its change.
+        optimizer: The worker's optimizer.
         looks_ahead: Push the look-ahead; otherwise the change as it is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
         self._optimizer, self._looks_ahead = optimizer, looks_ahead
         self._rule = RULES[type(optimizer).__name__]
+        self._group_of = _groups_of(optimizer)
 
-    def extrapolate(self, changes: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Make of changes, in place, what is pushed; parameters without a gradient are left as they are.
+    def push(self, param: torch.Tensor, out: torch.Tensor) -> float:
+        """Write what is pushed of a parameter into `out`, and put the parameter back: servers make the change.
 
         Args:
-            changes: The change of each parameter, whose value is the new one already.
-        """
-        if not self._looks_ahead:
-            return
-        for group in self._optimizer.param_groups:
-            rate, ahead = float(group["lr"]), self._rule.extrapolation(group)
-            if not rate or not ahead:
-                continue
-            decay = rate * self._rule.decay_in(group)
-            for param in group["params"]:
-                if param.grad is not None and param in changes:
-                    self._extrapolate(param, changes[param], rate, ahead, decay)
+            param: The parameter, which the optimizer has just changed; without a gradient its momentum stays as it was.
+            out: Its values before that, in its form.
 
-    def _extrapolate(self, param: torch.Tensor, change: torch.Tensor, rate: float, ahead: float, decay: float) -> None:
+        Returns:
+            The sum of what is pushed: it is not finite where an element is not.
+        """
+        group = self._optimizer.param_groups[self._group_of[id(param)]]
+        rate, ahead = float(group["lr"]), self._rule.extrapolation(group) if self._looks_ahead else 0.0
+        looks = bool(rate and ahead) and param.grad is not None
+        decay = rate * self._rule.decay_in(group)
+        total = 0.0
+        for values, target, *direction in pieces([param.detach(), out, *([self._direction(param)] if looks else [])]):
+            change = values - target
+            values.copy_(target)
+            if direction:
+                now = torch.add(change, target, alpha=decay).div_(rate) if decay else change / rate
+                target.copy_(change).add_(direction[0].neg_().add_(now), alpha=ahead * rate)
+                direction[0].copy_(now)
+            else:
+                target.copy_(change)
+            total += target.sum().item()  # while it is in the cache
+        return total
+
+    def _direction(self, param: torch.Tensor) -> torch.Tensor:
         state: dict[str, Any] = self._optimizer.state[param]
         if DIRECTION not in state:
             state[DIRECTION] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        for values, made, before in pieces([param.detach(), change, state[DIRECTION]]):
-            # With decoupled weight decay: value = (1 - decay) * earlier + own, and change = value - earlier.
-            own = made * (1 - decay) + values * decay if decay else made
-            now = own / rate
-            made.add_(now - before, alpha=ahead * rate)
-            before.copy_(now)
+        direction: torch.Tensor = state[DIRECTION]
+        return direction

@@ -229,12 +229,18 @@ class ScriptState(WireMessage):
     exchange: int  #: the last push
     same: tuple[str, ...] = ()  #: names of objects that have not changed
     checkpoint: str = ""  #: the checkpoint that an answer has named: all state that belongs to it is here now
+    given: bool = False  #: the script has loaded it: it is no report, but what workers start from
+
+
+#: Of each object what a worker of my rank had, the newest that any worker had, the mean of all; or, of this job, what a
+#: script has loaded before its first step.
+RECALLED = OWN, NEWEST, MEAN, GIVEN = "own", "newest", "mean", "given"
 
 
 class RecallState(WireMessage):
-    """What had the script registered in the checkpoint that the job goes on from?"""
+    """What had the script registered in the checkpoint that the job goes on from, or what do workers start from?"""
 
-    shared: bool  #: True: of each object the newest state of any worker. False: those of a worker of my rank
+    which: str  #: one of `RECALLED`
 
 
 class StoreGet(WireMessage):
@@ -356,9 +362,10 @@ class SamplesLeased(WireMessage):
 class StateRecalled(WireMessage):
     """The answer to `RecallState`; the tensors of the objects follow in the buffers."""
 
-    shared: bool
+    which: str
     objects: tuple[SavedObject, ...]
     step: int  #: of the checkpoint
+    size: int  #: workers of the job that made the checkpoint
 
 
 class Refused(WireMessage):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from polytempo.client.row_traffic import WorkerTable
+from polytempo.optim.worker_momentum import GradientMomentum
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.collective_reducer import CollectiveReducer
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
@@ -28,6 +29,7 @@ def make_reducer(
     initial_state: Callable[[OptimizerSpec], Sequence[SegmentState]],
     tables: Sequence[WorkerTable],
     on_servers: bool,
+    momentum: GradientMomentum | None = None,
 ) -> Reducer:
     """The reducer of one optimizer; it takes part in the job when this returns.
 
@@ -42,6 +44,7 @@ def make_reducer(
         on_servers: Do servers hold the values? Otherwise workers reduce among themselves: with neighbours where the mode has
             them, in groups of the ranks of each round where it has deadlines, through shared memory on one host under
             `polytempo run`, else by collectives.
+        momentum: Of this worker, whose look-ahead is pushed in place of each gradient.
     """
     if on_servers:
         spec = spec_of("")
@@ -55,6 +58,7 @@ def make_reducer(
             hooked=spec.apply == "server" and not spec.push_filter and not summed,
             tables=tables,
             mean=(spec_of("mean"), params),
+            momentum=momentum,
         )
     if parse_spec(spec_of("peers").sync).gossip is not None:
         return NeighbourReducer(session, name, spec_of("peers"), params)

@@ -147,6 +147,17 @@ class FlatBuffer:
             if flat.device == tensor.device
         )
 
+    def view(self, index: int) -> torch.Tensor:
+        """A parameter's view, made anew where it has gone elsewhere."""
+        if not self.is_in_place(index):
+            self.renew(index)
+        return self.views[index]
+
+    def found_finite(self, index: int, total: float) -> None:
+        """The sum of one view, as it is: where that is finite, so are all its elements."""
+        if math.isfinite(total):
+            self._finite[index] = self.views[index]._version
+
     def find_finite(self, index: int) -> bool:
         """Are all elements of one view finite? NaN and Inf propagate through sum(), which is cheaper to look at."""
         view = self.views[index]

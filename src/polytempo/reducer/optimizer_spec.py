@@ -29,8 +29,10 @@ class HyperParameters:
     """The hyper-parameters of all groups, as plain data. They seldom change, so values that are the same objects are not
     converted again."""
 
-    def __init__(self, spec: Spec, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, spec: Spec, optimizer: torch.optim.Optimizer, bare: bool = False) -> None:
+        """`bare`: for servers that run SGD without momentum, since each worker keeps its own."""
         self._spec, self._optimizer, self._is_own = spec, optimizer, isinstance(optimizer, AsuP)
+        self._bare = bare
         self._seen: list[Any] = []
         self._plain: tuple[dict[str, Any], ...] = ()
 
@@ -46,6 +48,8 @@ class HyperParameters:
 
     def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
         plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+        if self._bare:
+            plain |= {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
         if not self._spec.mode.rule:
             return plain
         names = self._spec.rule_options
@@ -94,7 +98,7 @@ class SpecBuilder:
             raise UsageError(
                 f"momentum=async needs an optimizer with a momentum to correct, got {name}; use SGD with momentum"
             )
-        if self._spec.corrections.any and self._apply == "delta":
+        if self._spec.corrections.any and self._apply == "delta" and not self._spec.worker_momentum:
             raise UsageError(f"{self._spec.text} corrects gradients on the servers; leave apply='delta' out")
         if self._spec.local and not self._compression.pull.is_lossless:
             raise UsageError(f"{self._spec.text} reads values whole; compress pushes alone: compression={{'push': ...}}")

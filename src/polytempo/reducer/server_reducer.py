@@ -24,6 +24,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.device.device import Device
 from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.errors import UsageError
+from polytempo.optim.worker_momentum import GradientMomentum
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
@@ -31,6 +32,7 @@ from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, de
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gpu_buckets import GpuBuckets
 from polytempo.reducer.gradient_hooks import CompletionHooks, GradientHooks
+from polytempo.reducer.own_pushes import OwnPushes
 from polytempo.reducer.partial_push import PartialPushes
 from polytempo.reducer.push_filters import PushFilters
 from polytempo.reducer.reducer import GroupValues, Reducer
@@ -38,6 +40,7 @@ from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
+from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 
@@ -115,6 +118,7 @@ class ServerReducer(Reducer):
         tables: Tables whose rows travel with the pushes.
         mean: Spec and parameters of the reducer that averages for `agree`: all parameters, those of tables too.
         beside: The reducer for whose `agree` this one averages.
+        momentum: Of this worker: what is pushed is made of it and the gradients, which stay what they are.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class ServerReducer(Reducer):
         tables: Sequence[WorkerTable] = (),
         mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None,
         beside: ServerReducer | None = None,
+        momentum: GradientMomentum | None = None,
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
@@ -136,17 +141,23 @@ class ServerReducer(Reducer):
         device = device_of(session.devices, self.client, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
-        self.holds_state = spec.apply == "server"
+        self.holds_state = spec.apply == "server" and momentum is None
+        self._momentum = momentum
+        shares_memory = hooked and momentum is None  # gradients live in the flat buffer
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
         self._compares = spec.apply != "mean" and blocks is None
         self._exchange: DeviceExchange | None = None  # where values stay on a device
         self.copier = self._new_copier(params, device, beside)
         self.taker = ValueTaker(self.copier)
+        self._own: OwnPushes | None = None
+        if delay and self._sync.worker_momentum:
+            workers = len(spec.members) or session.size
+            rate = workers * rate_of(self._sync.options.get("scale"), workers)
+            self._own = OwnPushes(self.copier, self.layout, rate, spec.apply == "delta")
+            self.taker.install = self._install_with_own
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
-        elif (
-            not hooked and self._sync.anytime is None
-        ):  # else gradients live there, or values pass through while another answer comes
+        elif not shares_memory and self._sync.anytime is None:  # else values pass through while another answer comes
             self.client.exchanges.lend(self.copier.next_buffer().parts)
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
@@ -167,10 +178,15 @@ class ServerReducer(Reducer):
         self._register()
         if device is not None:
             self._share(device, params)
-        own_memory = hooked and not delay and self._exchange is None
-        self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
+        self.hooks = None
+        if hooked and not delay and self._exchange is None and (momentum is None or self.client.pool.registry is None):
+            self.hooks = GradientHooks(params, self._hook_buffer())
         self._completion: CompletionHooks | None = None
         self._partial = self._partial_pushes()
+
+    def _hook_buffer(self) -> FlatBuffer:
+        """Where gradients live: what is pushed itself, or memory of their own, where something else is made of them."""
+        return self.copier.next_buffer() if self._momentum is None else FlatBuffer(self.layout, self.client.pool)
 
     def _new_copier(
         self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerReducer | None = None
@@ -230,7 +246,7 @@ class ServerReducer(Reducer):
         if staging is None:
             self.hooks.on_complete = self._complete
             return PartialPushes(self.client, self.layout, buffer, self.hooks.indices(), self._identity)
-        if staging.others or self.filters.on_device:
+        if staging.others or self.filters.on_device or self._momentum is not None:
             return None
         owner = weakref.ref(self)
         self._completion = CompletionHooks(self.copier.params, lambda index: _complete(owner, index))
@@ -239,6 +255,8 @@ class ServerReducer(Reducer):
 
     def _complete(self, index: int) -> None:
         if self.sending and self._partial is not None:
+            if self._momentum is not None:
+                self._look_ahead(self._momentum, self.copier.next_buffer(), index, keeps=False)
             with self.session.lock:
                 self._partial.complete(index)
 
@@ -251,10 +269,29 @@ class ServerReducer(Reducer):
         if self._partial is not None and self._partial.on_gpu:
             with self.session.lock:
                 return self.copier.next_buffer(), self._partial.gather()
+        if self._momentum is not None:
+            return self._look_aheads(self._momentum)
         if not self.filters.on_device:
             return super().gradients()
         buffer = self.copier.next_buffer()
         return buffer, self.copier.collect(buffer, lambda param: param.grad)
+
+    def _look_aheads(self, momentum: GradientMomentum) -> tuple[FlatBuffer, tuple[int, ...]]:
+        """What is pushed of each gradient as it is now, and the parameters that have none."""
+        buffer, absent = self.copier.next_buffer(), []
+        for index, param in enumerate(self.copier.params):
+            if param.grad is None:
+                absent.append(index)
+                buffer.view(index).zero_()
+            else:
+                self._look_ahead(momentum, buffer, index)
+        return buffer, tuple(absent)
+
+    def _look_ahead(self, momentum: GradientMomentum, buffer: FlatBuffer, index: int, keeps: bool = True) -> None:
+        param = self.copier.params[index]
+        with torch.no_grad():
+            gradient = param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
+            buffer.found_finite(index, momentum.push(param, gradient, buffer.view(index), keeps))
 
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
@@ -282,6 +319,8 @@ class ServerReducer(Reducer):
             if skip and self._partial is not None:
                 self._partial.start_over()
             self.client.push(waiting, self._partial.commit() if self._partial is not None and not skip else None)
+            if self._own is not None and buffer is not None and self.step in self.client_state.outstanding:
+                self._own.sent(self.step, buffer, hyper)
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:
@@ -343,6 +382,11 @@ class ServerReducer(Reducer):
         buffer, absent = (None, ()) if skip else mean.gradients()
         mean.push(buffer, (), samples=samples, absent=absent)
         return mean.client_state.skipped
+
+    def _install_with_own(self, parts: dict[int, list[Bytes]]) -> None:
+        assert self._own is not None
+        self.copier.scatter(parts)
+        self._own.add_to_values(self.client_state.outstanding)
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         answer = self.client_state.answer

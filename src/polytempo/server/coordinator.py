@@ -23,6 +23,9 @@ from polytempo.errors import PeerError, counted, trained_alone
 from polytempo.protocol.duplicate_batches import DuplicateBatches
 from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
+    GIVEN,
+    NEWEST,
+    OWN,
     AnyMessage,
     Arrived,
     AskWhere,
@@ -71,7 +74,7 @@ from polytempo.server.effects import (
     ToWorker,
 )
 from polytempo.server.membership import LAST_LIFE, JobKeyValues, RemoteHosts
-from polytempo.server.script_state import newest_of_each, read_states
+from polytempo.server.script_state import ScriptStates, WorkerObjects, mean_of_each, newest_of_each, read_states
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.validation import (
     check_end,
@@ -79,10 +82,13 @@ from polytempo.server.validation import (
     check_lease,
     check_optimizer_spec,
     check_read,
+    check_recall,
     check_script_state,
     check_where,
 )
 from polytempo.summation import in_order
+from polytempo.sync.momentum import LOOKAHEAD
+from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import Credentials
 
@@ -103,6 +109,8 @@ class WorkerMessages:
         self._job, self._sequencer = job, job.sequencer
         self._resume = resume
         self._key_values = JobKeyValues()
+        self._given = ScriptStates()
+        self._told: set[str] = set()  # modes with momentum at workers that the user knows of
         self.handlers: HandlerTable = {
             ("worker", Register): self._register,
             ("worker", Repeat): self._repeat,
@@ -125,7 +133,17 @@ class WorkerMessages:
         for name in self._sequencer.clocks.keys() - known:
             key = f"manifest/{name}"
             effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.optimizer_spec)))
+            effects += self._tell_where_momentum_is(message.optimizer_spec.sync)
         return effects
+
+    def _tell_where_momentum_is(self, sync: str) -> list[LoopEffect]:
+        kept = parse_spec(sync).worker_momentum
+        if not kept or sync in self._told:
+            return []
+        self._told.add(sync)
+        pushed = "pushes its look-ahead" if kept == LOOKAHEAD else "pushes what it steps along"
+        how = "momentum=server keeps one for all on the servers"
+        return self._job.tell(f"{sync}: each worker keeps the momentum of its own optimizer and {pushed}; {how}")
 
     def _repeat(self, sender: Hello, message: Repeat, now: float) -> list[LoopEffect]:
         if (message.id.worker, message.id.incarnation) != (sender.rank, sender.incarnation):
@@ -166,14 +184,26 @@ class WorkerMessages:
     def report_state(self, sender: Hello, message: ScriptState, buffers: Sequence[Bytes]) -> list[LoopEffect]:
         """A worker's script has this state after its last push."""
         check_script_state(message, buffers)
+        if message.given:
+            self._given.report(sender.rank, message, buffers)
+            return []
         return self._job.report_unsaved(self._job.checkpoints.add_state(sender.rank, message, buffers))
 
     def _recall(self, sender: Hello, message: RecallState, now: float) -> list[LoopEffect]:
-        states = read_states(self._resume) if self._resume is not None else {}
-        found = newest_of_each(states) if message.shared else states.get(sender.rank, {})
+        check_recall(message)
+        found, plan = self._recalled(message.which, sender.rank), self._sequencer.plan
         objects, parts = tuple(one for one, _ in found.values()), [part for _, held in found.values() for part in held]
-        told = StateRecalled(shared=message.shared, objects=objects, step=self._sequencer.plan.saved_push)
+        size = plan.resumed.get("size", plan.size)
+        told = StateRecalled(which=message.which, objects=objects, step=plan.saved_push, size=size)
         return [ToWorker(sender.rank, told, parts)]
+
+    def _recalled(self, which: str, rank: int) -> WorkerObjects:
+        if which == GIVEN:
+            return newest_of_each(self._given.of)
+        states = read_states(self._resume) if self._resume is not None else {}
+        if which == OWN:
+            return states.get(rank, {})
+        return newest_of_each(states) if which == NEWEST else mean_of_each(states)
 
     def _store_set(self, sender: Hello, message: StoreSet, now: float) -> list[LoopEffect]:
         return self._answer_store(message.key, self._key_values.set(message.key, message.value, sender.rank))

@@ -4,7 +4,8 @@ what the mode needs. It loads no torch: a launcher asks before anything starts, 
     weights             carried between all modes that keep them on servers; refused of modes that keep them at workers
     fragments           a model that is averaged in fragments is held in as many parts: it goes on in as many
     script's optimizer  on servers or at the workers, by mode: its state is carried, also from one to the other. Servers that
-                        ran it give it to all workers; of workers that ran it the one that was furthest gives it to servers
+                        ran it give it to all workers; servers take the mean of those that ran it. Workers go on from their
+                        own, or, where they are more or fewer, from that mean
     outer momentum      goes on in modes with one of the same kind, and begins anew in others
     a mode's own rule   (`asup`) has a state that only the same rule can use
     companions          module buffers and optimizer state that are averaged with the values: those that both have
@@ -48,7 +49,7 @@ class Holding:
     @property
     def at_workers(self) -> bool:
         """Does the script's optimizer run there, so that they have its state?"""
-        return self.spec.averaging is not None or self.apply == "delta"
+        return self.spec.averaging is not None or self.apply == "delta" or bool(self.spec.worker_momentum)
 
     @property
     def on_servers(self) -> str:

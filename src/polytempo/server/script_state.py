@@ -84,6 +84,30 @@ def read_states(directory: Path) -> dict[int, WorkerObjects]:
     return found
 
 
+def mean_of_each(states: Mapping[int, WorkerObjects]) -> WorkerObjects:
+    """Of each object its newest state, with the mean of all workers' in place of its tensors of floating point. An object
+    whose state has not the same form on all workers stays the newest."""
+    found = newest_of_each(states)
+    for name, (saved, buffers) in found.items():
+        all_of = [objects[name] for _, objects in sorted(states.items()) if name in objects]
+        sizes = [part.nbytes for part in buffers]
+        if any(one.structure != saved.structure or [part.nbytes for part in held] != sizes for one, held in all_of):
+            continue
+        columns = zip(saved.dtypes, buffers, *(held for _, held in all_of), strict=True)
+        found[name] = saved, [_mean_of(getattr(torch, dtype), newest, parts) for dtype, newest, *parts in columns]
+    return found
+
+
+def _mean_of(dtype: torch.dtype, newest: Bytes, parts: Sequence[Bytes]) -> Bytes:
+    if not dtype.is_floating_point or not newest.nbytes:
+        return newest
+    first, *others = (torch.frombuffer(part, dtype=dtype).double() for part in parts)
+    mean = first.clone()
+    for other in others:
+        mean.add_(other - first, alpha=1 / len(parts))  # exact where all are the same
+    return np.array(mean.to(dtype).view(torch.uint8).numpy())
+
+
 def newest_of_each(states: Mapping[int, WorkerObjects]) -> WorkerObjects:
     """Of each object the state after the latest push; of several workers' the lowest rank's."""
     found: WorkerObjects = {}

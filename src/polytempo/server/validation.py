@@ -17,6 +17,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, PolytempoError
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import (
+    RECALLED,
     AskWhere,
     Expecting,
     Gone,
@@ -26,6 +27,7 @@ from polytempo.protocol.messages import (
     Leave,
     Push,
     ReadRequest,
+    RecallState,
     ScriptState,
 )
 from polytempo.protocol.values import OptimizerSpec, TableInfo
@@ -194,6 +196,14 @@ def check_script_state(message: ScriptState, buffers: Sequence[Bytes]) -> None:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype) or buffer.nbytes % dtype.itemsize:
             raise PeerError(f"a script's state was refused: {buffer.nbytes} bytes are no tensor of {name[:40]!r}")
+
+
+def check_recall(message: RecallState) -> None:
+    """Refuse a question that has no answer."""
+    if message.which not in RECALLED:
+        raise PeerError(
+            f"state of the script was refused: expected one of {', '.join(RECALLED)}, got {message.which[:40]!r}"
+        )
 
 
 def check_end(end: Leave | Gone, size: int) -> None:

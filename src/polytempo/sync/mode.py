@@ -60,7 +60,7 @@ def _read_scale(text: str) -> float | str:
 
 
 #: The option of every mode that applies single pushes.
-SCALE: Mapping[str, ArgumentReader] = {"scale": ArgumentReader(f"{_NUMBER.expected}, or sqrt", _read_scale, "sqrt")}
+SCALE: Mapping[str, ArgumentReader] = {"scale": ArgumentReader(f"{_NUMBER.expected}, or sqrt", _read_scale)}
 
 
 def rate_of(scale: Scale, active: int) -> float:

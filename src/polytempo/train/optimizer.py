@@ -35,6 +35,7 @@ from polytempo.collectives.world import OF_FAILURES
 from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
+from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.protocol.optimizer_names import beside, number_of
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN
@@ -50,6 +51,7 @@ from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.balance import BALANCE
+from polytempo.sync.momentum import LOOKAHEAD
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.communication import Group
@@ -63,7 +65,7 @@ from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.optimizer_group import CountedSteps, in_scope
 from polytempo.train.peer_rounds import PeerRounds
-from polytempo.train.script_state import WorkerOptimizerState, registered_in
+from polytempo.train.script_state import GivenState, WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_clock import StepClock
 from polytempo.train.update import (
@@ -78,6 +80,7 @@ from polytempo.train.update import (
     unscale,
 )
 from polytempo.train.validation import (
+    MomentumForm,
     OptimizerArguments,
     check_choices,
     check_order,
@@ -137,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._ready = True
         self._session = session = current()
         sync, via = in_scope(sync, via, group, session)
-        self._spec = spec = parse_spec(sync or session.job.sync)
+        spec = parse_spec(sync or session.job.sync)
         check_choices(apply, via, buffers, clip_norm, nonfinite)
         tables = ModelTables(model)
         self._params = [param for group in self.param_groups for param in group["params"]]
@@ -148,10 +151,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             *(session, optimizer, model, self._params, self._names, self._groups, group, via, apply),
             *(parse_compression(compression), buffers, clip_norm, bool(tables.embeddings)),
         )
-        ranks, together, among_workers, here, mirrored, self._specs = arguments.settled(spec)
+        settled = arguments.settled(spec)
+        _, ranks, together, among_workers, here, self._momentum, mirrored, self._specs = settled
+        self._spec = spec = settled.spec
+        apply = "delta" if self._momentum is MomentumForm.CHANGE else apply
         tables.mirror(mirrored, self._params)
         self._apply, self._tables = apply, tables
-        self._hyper = HyperParameters(spec, optimizer)
+        self._hyper = HyperParameters(spec, optimizer, bare=self._momentum is MomentumForm.GRADIENT)
         averaged = model if buffers == "mean" else None  # the model whose buffers are averaged
         self._emulation = session.emulation
         self._agreed = False  # synchronize() was called since the last step
@@ -167,11 +173,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
         self._reducers: list[Reducer] = []  # of all its parts
+        self._given: GivenState | None = None  # until the first step
+        if self._momentum is not MomentumForm.NONE:
+            self._given = GivenState(session, self._name, WorkerOptimizerState(optimizer))
+            if optimizer.state and session.rank == min(ranks.members, default=0):
+                self._given.give()
         fragments = self._take_part(averaged, among_workers) if together else []
         finite = FiniteWatch(self._names, session.rank, nonfinite, self._params if session.client is None else None)
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
-        self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments)
+        looks_ahead = spec.worker_momentum == LOOKAHEAD
+        change = ChangeMomentum(optimizer, looks_ahead) if self._momentum is MomentumForm.CHANGE else None
+        self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments, change)
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
         first = beside(self._name) == MAIN
@@ -179,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             session.dealing.use(spec)
         if spec.mode is BALANCE:
             self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
-        self._keep_state(here)
+        self._keep_state(here or self._momentum is MomentumForm.GRADIENT)
         told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
         self._input = InputWatch(model) if model is not None and told else None
         if self._input is not None:
@@ -208,9 +221,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             state, registered = WorkerOptimizerState(self.inner), registered_in(self._session)
             if job.resumed and (saved := reducer.saved_state()):  # servers ran it, in the mode of the checkpoint
                 state.load_state_dict(self._tables.torch_state(saved, reducer.spec.tensors, self._params))
-            registered.add(state, per_rank=True, name=name)
+            registered.add(state, per_rank=True, name=name, averaged=True)
         elif job.resumed and reducer.spec.optimizer == type(self.inner).__name__:
-            found = registered_in(self._session).newest(name)  # workers ran it
+            found = registered_in(self._session).mean(name)  # workers ran it
             if found is not None:
                 reducer.load_state(self._tables.segments_of(found, reducer.spec.tensors, self._params))
 
@@ -224,7 +237,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._take_initial_state,
             self._tables.all,
             on_servers=not among_workers,
+            momentum=self._gradient_momentum(),
         )
+
+    def _gradient_momentum(self) -> GradientMomentum | None:
+        looks_ahead = self._spec.worker_momentum == LOOKAHEAD
+        return GradientMomentum(self.inner, looks_ahead) if self._momentum is MomentumForm.GRADIENT else None
 
     def _spec_of(self, special: str) -> OptimizerSpec:
         """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
@@ -235,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _take_initial_state(self, spec: OptimizerSpec) -> Sequence[SegmentState]:
         """State that the wrapped optimizer has already goes to the servers, where they keep it."""
-        if self._apply != "server" or not self.inner.state:
+        if self._apply != "server" or self._momentum is MomentumForm.GRADIENT or not self.inner.state:
             return []
         state = self._tables.segments_of(self.inner.state_dict()["state"], spec.tensors, self._params)
         self.inner.state.clear()
@@ -331,6 +349,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             closure = None
         if self._is_first and self._session.registered is not None:
             self._session.registered.mark()
+        if self._given is not None:
+            self._given.take()
+            self._given = None
         with torch.no_grad():
             computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
@@ -504,7 +525,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """The wrapped optimizer's state, from the servers where they keep it.
 
         Returns:
-            One state of the whole job, as torch's `state_dict()` has it; a call on this rank alone is enough.
+            One state of the whole job, as torch's `state_dict()` has it; a call on this rank alone is enough. Where workers
+            keep momentum of their own (the default of modes without rounds), this worker's own state.
         """
         state: dict[str, Any] = self.inner.state_dict()
         reducer = self._reducer
@@ -516,7 +538,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, for the whole job where the servers keep it.
+        """Load a state, for the whole job where the servers keep it. Where each worker has its own, a state that one rank
+        loads before its first step is also what the others start from, unless they have loaded one or made a step.
 
         Args:
             state_dict: What `state_dict()` returned, here or of a plain torch optimizer.
@@ -525,6 +548,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         reducer = self._reducer
         if isinstance(self._update, LocalStepUpdate):
             self._update.load_outer_state(state_dict.get("outer", []))
+        elif self._given is not None:
+            self._given.give()
         elif reducer is not None and reducer.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
@@ -580,6 +605,7 @@ def _make_update(
     apply: str,
     hyper: HyperParameters,
     fragments: Sequence[Fragment],
+    momentum: ChangeMomentum | None,
 ) -> StepUpdate:
     """Where the update is made, by the mode, `apply` and the reducer."""
     if reducer is None:
@@ -596,8 +622,9 @@ def _make_update(
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:
         return DownpourUpdate(wrapped, reducer, spec.local)
-    kind = PushChange if apply == "delta" else PushGradient
-    return kind(wrapped, reducer, spec.mode.barrier)
+    if apply == "delta":
+        return PushChange(wrapped, reducer, spec.mode.barrier, momentum)
+    return PushGradient(wrapped, reducer, spec.mode.barrier)
 
 
 def _take_over(optimizer: DistributedOptimizer, params: Sequence[torch.Tensor], names: Sequence[str]) -> None:

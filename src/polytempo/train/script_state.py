@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.client.client_state import ClientState
 from polytempo.errors import UsageError
-from polytempo.protocol.messages import ScriptState
+from polytempo.protocol.messages import GIVEN, MEAN, NEWEST, OWN, ScriptState, StateRecalled
 from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import SavedObject
 from polytempo.records.lines import MAIN
@@ -137,11 +137,12 @@ class Registered:
         self._sent: dict[str, Packed] = {}  # as of the last report
         self._marked = self._whole = -2  # the pushes after which the last reports were, and those of all objects
         self._generators: list[tuple[RngState, Any]] = []  # to be set before the first batch
-        self._recalled: dict[bool, dict[str, tuple[SavedObject, list[Bytes]]]] = {}
-        self._step = 0  # of the checkpoint that the job goes on from
+        self._recalled: dict[str, dict[str, tuple[SavedObject, list[Bytes]]]] = {}
+        self._step = self._size = 0  # of the checkpoint that the job goes on from
 
-    def add(self, one: Any, per_rank: bool, name: str = "") -> None:
-        """Take an object in, and load it where the job goes on from a checkpoint."""
+    def add(self, one: Any, per_rank: bool, name: str = "", averaged: bool = False) -> None:
+        """Take an object in, and load it where the job goes on from a checkpoint; `averaged`: a job of another number of
+        workers goes on from the mean of all states."""
         kind = type(one).__name__
         if isinstance(one, torch.optim.Optimizer):
             raise UsageError(
@@ -160,10 +161,12 @@ class Registered:
         self._packed(name, one)  # refused here and now, if it is
         self._objects[name] = one
         if self._session.job.resumed and self._session.client is not None:
-            self._load(name, one, per_rank)
+            self._load(name, one, per_rank, averaged)
 
-    def _load(self, name: str, one: Any, per_rank: bool) -> None:
-        own, shared = self._recall(shared=False).get(name), self._recall(shared=True).get(name)
+    def _load(self, name: str, one: Any, per_rank: bool, averaged: bool) -> None:
+        own, shared = self._recall(OWN).get(name), self._recall(NEWEST).get(name)
+        if averaged and (own is None or self._size != self._session.size):
+            own = self._recall(MEAN).get(name)
         if parse_spec(self._session.job.sync).in_rounds and not per_rank:
             own = shared or own
         held = own if per_rank else own or shared
@@ -171,7 +174,7 @@ class Registered:
             if not per_rank:
                 self._say(f"the checkpoint has no state of {name}: it starts as the script has made it")
             return
-        newest = max(saved.exchange for saved, _ in self._recall(shared=True).values())
+        newest = max(saved.exchange for saved, _ in self._recall(NEWEST).values())
         due = self._step - 1 if parse_spec(self._session.job.sync).mode is BSP else newest
         if held[0].exchange < due and (due != newest or _size(held[1]) > LARGE or per_rank):
             self._say(
@@ -183,21 +186,17 @@ class Registered:
         if isinstance(one, RngState):
             self._generators.append((one, state))
 
-    def newest(self, name: str) -> Any:
-        """Of an object that is not registered here, the state that the checkpoint has of the worker that was furthest; None
-        where it has none."""
-        held = self._recall(shared=True).get(name)
+    def mean(self, name: str) -> Any:
+        """Of an object that is not registered here, the mean of what the checkpoint has of all workers; None where it has
+        nothing."""
+        held = self._recall(MEAN).get(name)
         return None if held is None else _unpacked(*held)
 
-    def _recall(self, shared: bool) -> dict[str, tuple[SavedObject, list[Bytes]]]:
-        if shared not in self._recalled:
-            assert self._session.client is not None
-            with self._session.lock:
-                message, buffers = self._session.client.recall_state(shared)
-            rest = iter(buffers)
-            self._recalled[shared] = {one.name: (one, [np.array(next(rest)) for _ in one.dtypes]) for one in message.objects}
-            self._step = message.step
-        return self._recalled[shared]
+    def _recall(self, which: str) -> dict[str, tuple[SavedObject, list[Bytes]]]:
+        if which not in self._recalled:
+            self._recalled[which], message = _recalled(self._session, which)
+            self._step, self._size = message.step, message.size
+        return self._recalled[which]
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"polytempo: rank {self._session.rank}: {text}\n")
@@ -258,16 +257,29 @@ class Registered:
         return next((state for state in states if beside(state.name) == MAIN), None)
 
     def _packed(self, name: str, one: Any, drawn: bool = False) -> Packed:
-        aside: TensorList = []
-        state = {**one.state_dict(), "drawn": drawn} if isinstance(one, RngState) else _state_of(one)
-        try:
-            structure = encode(state, aside)
-        except UsageError as error:
-            where = _culprit(state, "state_dict()")
-            raise UsageError(f"the state of {name} cannot be stored in a checkpoint: {where}: {error}") from None
-        tensors = [tensor.detach().cpu().contiguous().resolve_conj().reshape(-1) for tensor in aside]
-        dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-        return structure, dtypes, [np.array(tensor.view(torch.uint8).numpy()) for tensor in tensors]
+        return _packed(name, {**one.state_dict(), "drawn": drawn} if isinstance(one, RngState) else _state_of(one))
+
+
+def _recalled(session: Session, which: str) -> tuple[dict[str, tuple[SavedObject, list[Bytes]]], StateRecalled]:
+    """What the servers keep of scripts, by name, and the message that brought it."""
+    assert session.client is not None
+    with session.lock:
+        message, buffers = session.client.recall_state(which)
+    rest = iter(buffers)
+    return {one.name: (one, [np.array(next(rest)) for _ in one.dtypes]) for one in message.objects}, message
+
+
+def _packed(name: str, state: Any) -> Packed:
+    """A state as it travels; refused, with the place, where it is no plain data."""
+    aside: TensorList = []
+    try:
+        structure = encode(state, aside)
+    except UsageError as error:
+        where = _culprit(state, "state_dict()")
+        raise UsageError(f"the state of {name} cannot be stored in a checkpoint: {where}: {error}") from None
+    tensors = [tensor.detach().cpu().contiguous().resolve_conj().reshape(-1) for tensor in aside]
+    dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    return structure, dtypes, [np.array(tensor.view(torch.uint8).numpy()) for tensor in tensors]
 
 
 def _unpacked(saved: SavedObject, buffers: list[Bytes]) -> Any:
@@ -348,3 +360,33 @@ class WorkerOptimizerState:
     def load_state_dict(self, state: Any) -> None:
         """Go on from it."""
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
+
+
+class GivenState:
+    """State that the script of one worker has loaded into its optimizer before the first step: the others start from it,
+    too, unless their scripts have loaded one themselves.
+
+    Args:
+        session: The worker's session.
+        name: The name of the optimizer in the job.
+        state: Its state.
+    """
+
+    def __init__(self, session: Session, name: str, state: WorkerOptimizerState) -> None:
+        self._session, self._name, self._state = session, f"optimizer {name}", state
+        self._is_mine = False
+
+    def give(self) -> None:
+        """The state as it is now is what workers start from."""
+        structure, dtypes, buffers = _packed(self._name, self._state.state_dict())
+        message = ScriptState(objects=(SavedObject(self._name, structure, dtypes, 0),), exchange=0, given=True)
+        assert self._session.client is not None
+        with self._session.lock:
+            self._session.client.report_state(message, buffers)
+        self._is_mine = True
+
+    def take(self) -> None:
+        """Start from what another worker has given."""
+        held = None if self._is_mine else _recalled(self._session, GIVEN)[0].get(self._name)
+        if held is not None:
+            self._state.load_state_dict(_unpacked(*held))

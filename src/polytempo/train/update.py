@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from polytempo.optim.worker_momentum import ChangeMomentum
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.gradient_mean import GradientMean
@@ -112,7 +113,7 @@ class PushGradient(StepUpdate):
         wrapped, reducer = self._wrapped, self._reducer
         reducer.take_answer()
         buffer: FlatBuffer | None = None
-        if not request.skip:
+        if not request.skip and (self._barrier or request.samples):  # in a round others wait for a push of weight zero
             if not self._barrier:
                 wrapped.clip()
             buffer, absent = reducer.gradients()
@@ -123,10 +124,10 @@ class PushGradient(StepUpdate):
 
 class PushChange(StepUpdate):
     """The wrapped optimizer runs here, and the servers add the changes; `barrier`: they take the new values, which are the
-    same on all workers, since all run on the agreed mean."""
+    same on all workers, since all run on the agreed mean. `momentum` makes of a change what is pushed."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, barrier: bool) -> None:
-        self._wrapped, self._reducer, self._barrier = wrapped, reducer, barrier
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, barrier: bool, momentum: ChangeMomentum | None = None) -> None:
+        self._wrapped, self._reducer, self._barrier, self._momentum = wrapped, reducer, barrier, momentum
 
     @property
     def steps(self) -> int:
@@ -135,7 +136,7 @@ class PushChange(StepUpdate):
     def step(self, request: StepRequest) -> Any:
         wrapped, reducer = self._wrapped, self._reducer
         reducer.take_answer()
-        skip, loss = request.skip, None
+        skip, loss = request.skip or (self._momentum is not None and not request.samples), None
         if self._barrier and not request.agreed:
             skip = reducer.agree(wrapped.hyper(), request.samples, skip)
         buffer: FlatBuffer | None = None
@@ -154,11 +155,19 @@ class PushChange(StepUpdate):
 
     def _change(self, closure: Callable[[], Any] | None) -> tuple[FlatBuffer, Any]:
         """What the optimizer changes, and what the closure returned."""
+        copier, loss = self._reducer.copier, None
         buffer, _ = self._reducer.buffer_of(lambda param: param.detach())
-        with torch.enable_grad():
-            loss = self._wrapped.optimizer.step(closure)
-        self._reducer.copier.subtract_from_values(buffer)
-        self._reducer.copier.watch.record()
+        if closure is None:
+            step_unwrapped(self._wrapped.optimizer)
+        else:
+            with torch.enable_grad():
+                loss = self._wrapped.optimizer.step(closure)
+        if self._momentum is None:
+            copier.subtract_from_values(buffer)
+        else:
+            for index, param in enumerate(copier.params):
+                buffer.found_finite(index, self._momentum.push(param, buffer.view(index)))
+        copier.watch.record()
         return buffer, loss
 
 
