@@ -59,13 +59,16 @@ def not_finite(worker: int, step: int, what: str) -> str:
     return f"worker {worker}, step {step}: its {what} is not finite (NaN or infinite)"
 
 
-def diverged(update: int, loss: float | None, start: float | None, change: float, gradient: float) -> str:
-    """Of what the last pushes show; `change` and `gradient` as in `sync/divergence.py`."""
+def diverged(
+    update: int, loss: float | None, start: float | None, change: float, gradient: float = 1.0, size: float = 1.0
+) -> str:
+    """Of what the last steps show; `change`, `gradient` and `size` as in `sync/divergence.py`."""
     if loss is not None and start is not None:
         found = f"the loss is {plain_number(loss, 3)}, at the start it was {plain_number(start, 3)}"
     else:
         found = f"gradients are {plain_number(gradient, 3)} times what they were at the start"
-    return f"diverged at update {update}: {found}; a step changes the values by {plain_number(100 * change, 2)} %"
+    larger = f", which have grown to {plain_number(size, 2)} times their size" if size >= 2 else ""
+    return f"diverged at update {update}: {found}; a step changes the values by {plain_number(100 * change, 2)} %{larger}"
 
 
 def goes_on(trouble: str, advice: str) -> str:

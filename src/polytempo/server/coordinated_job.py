@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from polytempo.protocol.messages import Departed, Finish, Hello, Notice, Stopped
@@ -168,6 +169,7 @@ class CoordinatedJob:
     def report_divergence(self, found: Diverged) -> list[LoopEffect]:
         """The training has diverged: go on with it, or end the job, as was asked for."""
         latest = self.checkpoints.latest
+        self.checkpoints.spared = Path(latest) if latest else None
         advice = f"{found.advice}; the last checkpoint is {latest}" if latest else found.advice
         if self.ends_diverged:
             return self.stop(ends(found.trouble, advice), over=False)

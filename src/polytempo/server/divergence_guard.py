@@ -15,7 +15,7 @@ from polytempo.protocol.training_troubles import Circumstances, diverged, not_fi
 from polytempo.server.effects import Diverged
 from polytempo.server.optimizer_clock import OptimizerClock
 from polytempo.server.worker_statistics import WorkerStatistics
-from polytempo.sync.divergence import Divergence, DivergenceRule
+from polytempo.sync.divergence import Divergence, DivergenceRule, Seen
 
 
 class DivergenceGuard:
@@ -35,21 +35,21 @@ class DivergenceGuard:
         circumstances = circumstances_of(clock, push, self._statistics)
         self._update = clock.version
         if found.finite:
-            self._told = diverged(clock.version, found.loss, found.start, found.change, found.gradient)
+            self._told = diverged(clock.version, found.loss, found.start, found.change, found.gradient, found.size)
             return [Diverged(self._told, circumstances.advice)]
         on_values = not push.nonfinite or clock.spec.mode.averaging is not None or push.kind in ("value", "delta")
         self._told = not_finite(push.id.worker, step, "model" if on_values else "gradient")
         return [Diverged(self._told, circumstances.advice_on_nonfinite)]
 
     def _look(self, clock: OptimizerClock, push: Push) -> Divergence | None:
-        if push.vital_signs is None and not push.nonfinite:
+        if not push.vital_signs and not push.nonfinite:
             return None
         if clock.name not in self._rules:
             self._rules[clock.name] = DivergenceRule(len(clock.optimizer_spec.members) or self._size)
-        rule, signs = self._rules[clock.name], push.vital_signs
-        if push.nonfinite or signs is None:
+        rule = self._rules[clock.name]
+        if push.nonfinite:
             return rule.add_nonfinite()
-        return rule.add(signs.loss, signs.gradient, signs.change, signs.size)
+        return rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size) for signs in push.vital_signs])
 
     def summary(self) -> dict[str, Any]:
         """What went wrong first, at which update, and whether the training has come back; empty where nothing did."""

@@ -1,6 +1,6 @@
 """When a training has diverged: the rule of the guard. What workers have seen of their steps in, a verdict out.
 
-Of each push a worker tells four numbers; samples of its tensors will do (`train/vital_signs.py`):
+Of each step in a push a worker tells four numbers; samples of its tensors will do (`train/vital_signs.py`):
 
     loss      of its batch, where it is known
     gradient  the norm of the gradient
@@ -8,15 +8,17 @@ Of each push a worker tells four numbers; samples of its tensors will do (`train
     change    how far these are from the values of this worker's step before, as a share of their size
 
 Loss, gradient and size are compared with their levels at the start: the medians of the first pushes, two of each worker and
-at least 8. So nothing depends on their units. Of the last pushes, 4 of each worker and at least 16, three in four must show
+at least 8; of the size the least, since from zero growth says nothing. So nothing depends on their units. Of the last steps,
+4 of each worker and at least 16, three in four must show
 
     thrown    the loss is above its level, and the values are thrown about: they change by more than 15 % at gradients of 3
               times their level, or by so much that rise * change^2 is above 1 %, or gradients are 10,000 times as large
 
 or of three times as many
 
-    lost      the loss is half above its level, and values change by more than 5 % in a step; or it is no lower than at the
-              start, the values have grown to 3 times their size, and the gradient has shrunk: units have died
+    lost      the loss is half above its level, and values change by more than 5 % in a step; or it is above its level, and
+              values have grown to 10 times their size; or it is no lower than at the start, values have grown to 3 times
+              their size, and the gradient has shrunk: units have died
 
 Without a loss the values must change by more than 40 %, at gradients above 3.5 times their level: that misses more. A number
 that is not finite, among the gradients that were pushed or the values, is enough by itself.
@@ -26,21 +28,24 @@ that is too high, while the loss falls. So single spikes, warm-up, restarts, and
 divergence, and neither is noise around a loss of zero, nor a loss that says little, as in reinforcement learning.
 
 A training has come back when three in four losses are a quarter below their level at the start; after a number that was not
-finite, when as many pushes in a row are finite.
+finite, when as many steps in a row are finite.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
-#: Pushes at the start whose medians the others are compared with: of each worker, and at least.
+#: Pushes at the start with whose medians steps are compared: of each worker, and at least.
 START_STEPS, START_PUSHES = 2, 8
-#: Pushes that are looked at together: of each worker, and at least; for `lost` this many times more.
-STEPS, PUSHES, LONGER = 4, 16, 3
+#: From the first to the second half of these, a loss that has grown by this factor has been spoiled.
+SPOILED = 4
+#: Steps that are looked at together: of each worker, and at least; for `lost` this many times more.
+STEPS, TOGETHER, LONGER = 4, 16, 3
 #: The share of them that must show it.
 MOST = 0.75
 #: Below its level at the start by this share, a loss has come back.
@@ -55,13 +60,13 @@ class Divergence:
     start: float | None = None  #: its level at the start
     change: float = 0.0  #: the median of the last
     gradient: float = 1.0  #: the same, as a multiple of its level at the start
+    size: float = 1.0  #: likewise
     finite: bool = True  #: else a number was not
     recovered: bool = False
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What a push has told."""
+class Seen(NamedTuple):
+    """What a worker has seen of a step."""
 
     loss: float | None
     gradient: float
@@ -71,7 +76,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Relative:
-    """The same, compared with the start."""
+    """A step, compared with the start."""
 
     rise: float | None  #: of the loss, as a share of its level; None where it is not known
     gradient: float
@@ -94,7 +99,7 @@ class _Relative:
         if self.rise is None:
             return False
         dead = self.rise > -0.05 and self.gradient < 0.6 and self.size > 3
-        return dead or (self.rise > 0.5 and self.change > 0.05)
+        return dead or (self.rise > 0 and self.size > 10) or (self.rise > 0.5 and self.change > 0.05)
 
     @property
     def is_back(self) -> bool:
@@ -110,30 +115,39 @@ class DivergenceRule:
     """
 
     def __init__(self, workers: int) -> None:
-        self._first = max(START_STEPS * workers, START_PUSHES)
-        self._few = max(STEPS * workers, PUSHES)
-        self._start: _Step | None = None  # the levels
-        self._last: deque[_Step] = deque(maxlen=self._few)
-        self._thrown: deque[bool] = deque(maxlen=self._few)
-        self._lost: deque[bool] = deque(maxlen=LONGER * self._few)
-        self._back: deque[bool] = deque(maxlen=self._few)
-        self._finite = 0  # pushes since one was not
+        few = max(STEPS * workers, TOGETHER)
+        self._awaited = max(START_STEPS * workers, START_PUSHES)
+        self._firsts: list[Seen] = []  # the first steps of the first pushes
+        self._early: list[Seen] = []  # all of their steps
+        self._start: Seen | None = None  # the levels
+        self._last: deque[Seen] = deque(maxlen=few)
+        self._thrown: deque[bool] = deque(maxlen=few)
+        self._lost: deque[bool] = deque(maxlen=LONGER * few)
+        self._back: deque[bool] = deque(maxlen=few)
+        self._finite = 0  # steps since one was not
         self.found: Divergence | None = None  #: the last, as it is now
 
-    def add(self, loss: float | None, gradient: float, change: float, size: float) -> Divergence | None:
-        """One more push; the divergence, when this push is the first to show it, or the first after a recovery."""
-        if not math.isfinite(size):
+    def add(self, steps: Sequence[Seen]) -> Divergence | None:
+        """One more push, of these steps; the divergence, when it is the first to show it, or the first after a recovery."""
+        if not all(math.isfinite(step.size) for step in steps):
             return self.add_nonfinite()
-        self._finite += 1
-        step = _Step(loss, gradient, change, size)
-        self._last.append(step)
+        self._finite += len(steps)
+        if self._start is None:
+            steps = self._begin(steps)
         if self._start is not None:
-            self._compare(step, self._start)
-        elif len(self._last) == self._first:
-            self._start = _medians(self._last)
-            for one in self._last:
-                self._compare(one, self._start)
+            for step in steps:
+                self._compare(step, self._start)
         return self._verdict()
+
+    def _begin(self, steps: Sequence[Seen]) -> Sequence[Seen]:
+        """One of the first pushes; all their steps, once the levels are known that these are to be compared with."""
+        self._firsts.extend(steps[:1])
+        self._early.extend(steps)
+        if len(self._firsts) < self._awaited:
+            return ()
+        self._start = _levels(self._firsts)
+        early, self._early, self._firsts = self._early, [], []
+        return early
 
     def add_nonfinite(self) -> Divergence | None:
         """One more push, with a number that is not finite."""
@@ -141,9 +155,10 @@ class DivergenceRule:
         known, self.found = self.found, Divergence(finite=False)
         return self.found if known is None or known.recovered else None
 
-    def _compare(self, step: _Step, start: _Step) -> None:
+    def _compare(self, step: Seen, start: Seen) -> None:
         rise = (step.loss - start.loss) / abs(start.loss) if step.loss is not None and start.loss else None
         seen = _Relative(rise, _ratio(step.gradient, start.gradient), step.change, _ratio(step.size, start.size))
+        self._last.append(step)
         self._thrown.append(seen.is_thrown)
         self._lost.append(seen.is_lost)
         self._back.append(seen.is_back)
@@ -155,20 +170,33 @@ class DivergenceRule:
                 return None
             now = _medians(self._last)
             self._back.clear()
-            self.found = Divergence(now.loss, self._start.loss, now.change, _ratio(now.gradient, self._start.gradient))
+            self.found = Divergence(
+                now.loss,
+                self._start.loss,
+                now.change,
+                _ratio(now.gradient, self._start.gradient),
+                _ratio(now.size, self._start.size),
+            )
             return self.found
-        if _most(self._back) if found.finite else self._finite >= self._few:
+        if _most(self._back) if found.finite else self._finite >= TOGETHER:
             self._thrown.clear()
             self._lost.clear()
             self.found = replace(found, recovered=True)
         return None
 
 
-def _medians(steps: Collection[_Step]) -> _Step:
+def _levels(pushes: Sequence[Seen]) -> Seen:
+    """At the start. A rate that is far too high has spoiled the second steps already: then only the first ones count."""
+    half = len(pushes) // 2
+    first, second = _medians(pushes[:half]), _medians(pushes[half:])
+    spoiled = first.loss is not None and second.loss is not None and second.loss > SPOILED * abs(first.loss)
+    return (first if spoiled else _medians(pushes))._replace(size=min(push.size for push in pushes))
+
+
+def _medians(steps: Collection[Seen]) -> Seen:
     losses = [step.loss for step in steps if step.loss is not None]
-    figures = [(step.gradient, step.change, step.size) for step in steps]
-    gradient, change, size = (median(column) for column in zip(*figures, strict=True))
-    return _Step(median(losses) if losses else None, gradient, change, size)
+    gradient, change, size = (median(column) for column in list(zip(*steps, strict=True))[1:])
+    return Seen(median(losses) if losses else None, gradient, change, size)
 
 
 def _ratio(value: float, level: float) -> float:

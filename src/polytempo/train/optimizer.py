@@ -376,7 +376,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _look_at_signs(self, request: StepRequest) -> None:
         """What this step shows of the training, for the guard against divergence."""
         if self._signs is not None:
-            request.about["vital_signs"] = signs = self._signs.look(request)
+            signs = self._signs.look(request)
+            request.about["vital_signs"] = () if signs is None else (signs,)
             if self._guard is not None:
                 self._guard.look(signs, self._update.steps)
 

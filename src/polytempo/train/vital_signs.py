@@ -22,7 +22,7 @@ from polytempo.protocol.values import VitalSigns
 from polytempo.reducer.device_moves import is_permuted
 from polytempo.reducer.gradient_checks import OwnReport
 from polytempo.session.session import Session
-from polytempo.sync.divergence import DivergenceRule
+from polytempo.sync.divergence import DivergenceRule, Seen
 from polytempo.train.loss_watch import LossWatch, wide
 from polytempo.train.update import StepRequest
 
@@ -51,7 +51,7 @@ class Sample:
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of this tensor of the same size."""
         if not tensor.is_contiguous() and not is_permuted(tensor):
-            tensor = tensor.reshape(-1)
+            tensor = tensor.contiguous()
         return tensor.as_strided((self.count,), (self.stride,))
 
 
@@ -155,7 +155,7 @@ class OwnGuard:
 
     def look(self, signs: VitalSigns | None, step: int) -> None:
         """A step is about to be made. Of numbers that are not finite `FiniteWatch` knows more."""
-        found = self._rule.add(signs.loss, signs.gradient, signs.change, signs.size) if signs is not None else None
+        found = self._rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size)]) if signs is not None else None
         if found is not None and found.finite:
-            trouble = diverged(step, found.loss, found.start, found.change, found.gradient)
+            trouble = diverged(step, found.loss, found.start, found.change, found.gradient, found.size)
             self._report.say(trouble, self._report.circumstances().advice)
