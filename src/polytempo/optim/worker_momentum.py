@@ -39,6 +39,21 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
 
 
+def _grouped(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Parameter groups, each with those of these parameters that are in it."""
+    chosen = {id(param) for param in params}
+    for group in optimizer.param_groups:
+        if members := [param for param in group["params"] if id(param) in chosen]:
+            yield group, members
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as a dense tensor: itself, unless it is sparse."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
 class GradientMomentum:
     """The momentum of one worker, of SGD.
 
@@ -52,7 +67,7 @@ class GradientMomentum:
         self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, keeps: bool = True) -> float:
-        """Write what is pushed of a parameter into `out`, which may be `gradient` itself.
+        """Write what is pushed of a parameter on the CPU into `out`, which may be `gradient` itself.
 
         Args:
             param: The parameter, at the values that the gradient was taken on.
@@ -64,26 +79,41 @@ class GradientMomentum:
             The sum of what is pushed: it is not finite where an element is not.
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
-        momentum, decay, ahead = group["momentum"], group["weight_decay"], self._looks_ahead or group["nesterov"]
-        velocity = self._velocity(param) if momentum else None
-        tensors = [param.detach(), gradient, out, *(() if velocity is None else (velocity,))]
-        total = 0.0
-        for values, grad, target, *of_velocity in pieces(tensors):
+        velocity, total = [self._velocity(param)] if group["momentum"] else [], 0.0
+        for values, grad, target, *own in pieces([param.detach(), gradient, out, *velocity]):
             if grad is not target:
                 target.copy_(grad)
-            if group["maximize"]:
-                target.neg_()
-            if decay:
-                target.add_(values, alpha=decay)
-            if of_velocity:
-                own = of_velocity[0] if keeps else of_velocity[0].clone()
-                own.mul_(momentum).add_(target)
-                if ahead:
-                    target.add_(own, alpha=momentum)
-                else:
-                    target.copy_(own)
+            self._step(group, [values], [target], own if keeps else [one.clone() for one in own])
             total += target.sum().item()  # while it is in the cache
         return total
+
+    def pushes(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What is pushed of parameters on a device, by their `id`; the host waits for nothing. Those without a gradient are
+        left out."""
+        found: dict[int, torch.Tensor] = {}
+        for group, members in _grouped(self._optimizer, [param for param in params if param.grad is not None]):
+            out = [dense(param.grad).clone() for param in members]
+            velocities = [self._velocity(param) for param in members] if group["momentum"] else []
+            self._step(group, [param.detach() for param in members], out, velocities)
+            found |= {id(param): pushed for param, pushed in zip(members, out, strict=True)}
+        return found
+
+    def _step(
+        self, group: dict[str, Any], values: list[torch.Tensor], out: list[torch.Tensor], velocities: list[torch.Tensor]
+    ) -> None:
+        """Make of gradients, which are in `out`, what is pushed."""
+        if group["maximize"]:
+            torch._foreach_neg_(out)
+        if group["weight_decay"]:
+            torch._foreach_add_(out, values, alpha=group["weight_decay"])
+        if not velocities:
+            return
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, out)
+        if self._looks_ahead or group["nesterov"]:
+            torch._foreach_add_(out, velocities, alpha=group["momentum"])
+        else:
+            torch._foreach_copy_(out, velocities)
 
     def _velocity(self, param: torch.Tensor) -> torch.Tensor:
         state = self._optimizer.state[param]
@@ -107,7 +137,7 @@ class ChangeMomentum:
         self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, out: torch.Tensor) -> float:
-        """Write what is pushed of a parameter into `out`, and put the parameter back: servers make the change.
+        """Write what is pushed of a parameter on the CPU, and put the parameter back: servers make the change.
 
         Args:
             param: The parameter, which the optimizer has just changed; without a gradient its momentum stays as it was.
@@ -116,22 +146,47 @@ class ChangeMomentum:
         Returns:
             The sum of what is pushed: it is not finite where an element is not.
         """
-        group = self._optimizer.param_groups[self._group_of[id(param)]]
-        rate, ahead = float(group["lr"]), self._rule.extrapolation(group) if self._looks_ahead else 0.0
-        looks = bool(rate and ahead) and param.grad is not None
-        decay = rate * self._rule.decay_in(group)
-        total = 0.0
-        for values, target, *direction in pieces([param.detach(), out, *([self._direction(param)] if looks else [])]):
-            change = values - target
-            values.copy_(target)
-            if direction:
-                now = torch.add(change, target, alpha=decay).div_(rate) if decay else change / rate
-                target.copy_(change).add_(direction[0].neg_().add_(now), alpha=ahead * rate)
-                direction[0].copy_(now)
-            else:
-                target.copy_(change)
+        group, total = self._optimizer.param_groups[self._group_of[id(param)]], 0.0
+        for values, target, *direction in pieces([param.detach(), out, *self._directions(group, [param])]):
+            self._step(group, [values], [target], direction)
             total += target.sum().item()  # while it is in the cache
         return total
+
+    def pushes(self, params: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The same of parameters on a device, by their `id`: `before`, their earlier values, become what is pushed."""
+        found = {id(param): values for param, values in zip(params, before, strict=True)}
+        for of_group, members in _grouped(self._optimizer, params):
+            for has_gradient in (True, False):
+                chosen = [param for param in members if (param.grad is not None) == has_gradient]
+                if chosen:
+                    out = [found[id(param)] for param in chosen]
+                    self._step(of_group, [param.detach() for param in chosen], out, self._directions(of_group, chosen))
+        return found
+
+    def _step(
+        self, group: dict[str, Any], values: list[torch.Tensor], out: list[torch.Tensor], directions: list[torch.Tensor]
+    ) -> None:
+        """Make of earlier values, which are in `out`, what is pushed, and of `values` the earlier ones."""
+        changes = torch._foreach_sub(values, out)
+        torch._foreach_copy_(values, out)
+        if directions:
+            rate, decay = float(group["lr"]), self._rule.decay_in(group)
+            # Decoupled decay is no part of what is extrapolated.
+            now = torch._foreach_add(changes, out, alpha=rate * decay) if decay else changes
+            now = torch._foreach_div(now, rate)
+            torch._foreach_copy_(out, changes)
+            torch._foreach_neg_(directions)
+            torch._foreach_add_(directions, now)
+            torch._foreach_add_(out, directions, alpha=self._rule.extrapolation(group) * rate)
+            torch._foreach_copy_(directions, now)
+        else:
+            torch._foreach_copy_(out, changes)
+
+    def _directions(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The last change of these parameters, of one group and alike with a gradient or without, for each unit of the rate;
+        none where nothing is extrapolated."""
+        looks = self._looks_ahead and bool(float(group["lr"])) and self._rule.extrapolation(group) > 0
+        return [self._direction(param) for param in params if param.grad is not None] if looks else []
 
     def _direction(self, param: torch.Tensor) -> torch.Tensor:
         state: dict[str, Any] = self._optimizer.state[param]

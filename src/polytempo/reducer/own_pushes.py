@@ -34,23 +34,30 @@ class OwnPushes:
     def __init__(self, copier: Copier, layout: Layout, rate: float, changes: bool) -> None:
         self._copier, self._rate, self._changes = copier, rate, changes
         self._groups = {place.index: place.info.group for place in layout.places}
-        self._sent: dict[int, tuple[FlatBuffer, list[float]]] = {}  # by step, with a factor for each group
+        self._sent: dict[int, tuple[dict[int, torch.Tensor], list[float]]] = {}  # by step, with a factor for each group
 
-    def sent(self, step: int, buffer: FlatBuffer, hyper: tuple[dict[str, Any], ...]) -> None:
+    def taken(self, buffer: FlatBuffer) -> dict[int, torch.Tensor]:
+        """What is about to be pushed, of each parameter, where it lies: in the flat buffer, which is this push's until it is
+        answered, or a copy on the GPU, whose staging the next answer passes through."""
+        staging = self._copier.staging
+        staged = {} if staging is None else {index: staging.views[index].clone() for index in staging.staged}
+        return buffer.views | staged
+
+    def sent(self, step: int, push: dict[int, torch.Tensor], hyper: tuple[dict[str, Any], ...]) -> None:
         """This push was sent, and is not answered: the values go on from it."""
         factors = [self._rate if self._changes else -self._rate * float(group["lr"]) for group in hyper]
-        self._sent[step] = buffer, factors
-        self._add(buffer, factors)
+        self._sent[step] = push, factors
+        self._add(push, factors)
         self._copier.watch.record()
 
     def add_to_values(self, unanswered: Container[int]) -> None:
         """Values were read that contain all pushes but these."""
         self._sent = {step: push for step, push in self._sent.items() if step in unanswered}
-        for _, (buffer, factors) in sorted(self._sent.items()):
-            self._add(buffer, factors)
+        for _, (push, factors) in sorted(self._sent.items()):
+            self._add(push, factors)
         self._copier.watch.record()
 
-    def _add(self, buffer: FlatBuffer, factors: list[float]) -> None:
+    def _add(self, push: dict[int, torch.Tensor], factors: list[float]) -> None:
         with torch.no_grad():
             for index, param in enumerate(self._copier.params):
-                param.add_(buffer.views[index], alpha=factors[self._groups[index]])
+                param.add_(push[index].to(param.device), alpha=factors[self._groups[index]])

@@ -110,8 +110,6 @@ class OptimizerArguments:
 
     def _why_on_servers(self, form: MomentumForm, has_tables: bool) -> str:
         """Why momentum has to stay on the servers; empty where it need not."""
-        if any(param.is_cuda for param in self.params):
-            return "parameters are on a GPU"
         if form is MomentumForm.CHANGE and not self.compression.is_lossless:
             return f"compression is for gradients, and {type(self.optimizer).__name__} would push changes of values"
         if form is MomentumForm.CHANGE and has_tables:
