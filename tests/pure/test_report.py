@@ -188,7 +188,7 @@ def test_several_runs_fall_short_by_more_than_they_differ() -> None:
 
 
 def test_modes_below_bsp_are_named_in_one_line() -> None:
-    below = "below the accuracy of bsp (97.0 %) by more than a point and more than chance"
+    below = "below the accuracy of bsp (97.0 %) by more than a point and more than it varies"
     bsp = Run(replace(OUTCOMES[0], via="ring"), rising(*FLAT))
     asp, ssp = (Run(OUTCOMES[place], rising(*[value / 2 for value in FLAT])) for place in (3, 2))
     assert short_of_bsp([bsp, asp, ssp]) == f"{below}: asp (48.5 %), ssp:3 (48.5 %)"
@@ -205,7 +205,7 @@ def test_the_ends_of_repeated_runs_are_their_means() -> None:
         return repeated([LiveRun(outcome, rising(0.1, end)) for end in ends], 0.9)
 
     runs = [of("bsp", 0.97, 0.96, 0.98), of("asp", 0.2, 0.1, 0.3), of("ssp:3", 0.97, 0.96, 0.97)]
-    assert short_of_bsp(runs).endswith("bsp (97.0 %) by more than a point and more than chance: asp (20.0 %)")
+    assert short_of_bsp(runs).endswith("bsp (97.0 %) by more than a point and more than it varies: asp (20.0 %)")
 
 
 def repeats(*times: float | None) -> RepeatedRun:

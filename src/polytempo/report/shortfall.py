@@ -52,7 +52,7 @@ def short_of_bsp(runs: Sequence[Trained], metric: str = "accuracy") -> str:
     short = [f"{mode_name(run.outcome)} ({_end(looks)} %)" for run, looks in seen if falls_short(looks, base)]
     if not short:
         return ""
-    return f"below the {metric} of bsp ({_end(base)} %) by more than a point and more than chance: {', '.join(short)}"
+    return f"below the {metric} of bsp ({_end(base)} %) by more than a point and more than it varies: {', '.join(short)}"
 
 
 def _looks_of(run: Trained) -> list[Looks]:
