@@ -4,9 +4,9 @@ Digits, a perceptron with one hidden layer, 4 and 16 workers with 32 samples a s
 (staleness n - 1), or with one worker 3 times slower. By hand in one process, in the order of a queue of events; what a
 worker pushes is made by `optim/worker_momentum.py`, all else is written out here. All runs of a cell have as many samples.
 
-The rate of each optimizer is that of a grid which is right for `bsp` with 4 workers: the smallest within a quarter of a point
-of the best accuracy, on seeds from 100 on, which are not measured. It is not touched: each way is measured at half, once and
-twice that rate. Differences are means over paired seeds with a 95 % interval. Six questions:
+The rate of each optimizer is that of a grid which is right for `bsp` with 4 workers: the smallest within a quarter of a
+point of the best accuracy, on seeds from 100 on, which are not measured. It is not touched: each way is measured at half,
+once and twice that rate. Differences are means over paired seeds with a 95 % interval. Six questions:
 
     scale     is a push of one of n workers scaled by 1/n, 1/sqrt(n) or 1?
     moments   squares of gradients: of each worker, or shared by the servers? `pushed`: these see what is pushed, and no
