@@ -6,7 +6,7 @@ worker pushes is made by `optim/worker_momentum.py`, all else is written out her
 
 The rate of each optimizer is that of a grid which is right for `bsp` with 4 workers: the smallest within a quarter of a
 point of the best accuracy, on seeds from 100 on, which are not measured. It is not touched: each way is measured at half,
-once and twice that rate. Differences are means over paired seeds with a 95 % interval. Six questions:
+once and twice that rate. Differences are means over paired seeds with a 95 % interval. Seven questions:
 
     scale     is a push of one of n workers scaled by 1/n, 1/sqrt(n) or 1?
     moments   squares of gradients: of each worker, or shared by the servers? `pushed`: these see what is pushed, and no
@@ -18,6 +18,7 @@ once and twice that rate. Differences are means over paired seeds with a 95 % in
     drop      is a push dropped whose staleness is above R (Ringmaster, Maranjyan et al. 2025)? R = n, 2n, or auto: at least
               n, and as much as the squared deviation of gradients over the square of their mean, both running means
     momentum  at each worker with the look-ahead, at each worker without, or on the servers?
+    first     is a worker's first push extrapolated, too, from no change at all? `plain`: it is not
     downpour  the sum of 1 or 5 gradients is pushed, and servers run Adagrad on it; a worker steps by itself in between.
               Which scale?
 
@@ -48,6 +49,7 @@ from measure import save
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.report.table import TextTable
 from polytempo.simulate.datasets import Shards, digits
+from polytempo.sync.momentum import RULES
 
 OUT = Path("out/proof")
 BATCH, ROUNDS, SLOWER = 32, 160, 3.0
@@ -97,6 +99,7 @@ class Way:
     moments: str = "worker"  #: or "pushed", "gradients": shared by the servers
     gap: str = ""  #: "paper", or "above n", "above 2n"
     drop: str = ""  #: "n", "2n" or "auto"
+    plain_first: bool = False  #: is the first push of a worker not extrapolated?
     push: int = 0  #: gradients that are summed up: Downpour
 
     @property
@@ -187,6 +190,8 @@ class Worker:
         self.push.copy_(values)
         self.optimizer.step()
         self._changes.push(self.flat.values, self.push)
+        if self._way.plain_first and self.step == 0:  # what was before is 0: it is 1 + b times the change
+            self.push /= 1 + RULES[self._way.optimizer].extrapolation(self.optimizer.param_groups[0])
         return self.push
 
     def _first_moment(self) -> torch.Tensor:
@@ -376,11 +381,20 @@ def questions() -> dict[str, dict[str, list[tuple[str, Way]]]]:
         name: [(m, replace(default(name), momentum=m)) for m in ("lookahead", "worker", "server")]
         for name in ("SGD", "Adam", "RMSprop, momentum")
     }
+    first = {"Adam": [("extrapolated", default("Adam")), ("plain", replace(default("Adam"), plain_first=True))]}
     downpour = {
         f"Adagrad, push={push}": [(s, Way("Adagrad", "server", s, push=push)) for s in ("1/sqrt(n)", "1/n", "1")]
         for push in (1, 5)
     }
-    return {"scale": scales, "moments": moments, "gap": gap, "drop": drop, "momentum": momentum, "downpour": downpour}
+    return {
+        "scale": scales,
+        "moments": moments,
+        "gap": gap,
+        "drop": drop,
+        "momentum": momentum,
+        "first": first,
+        "downpour": downpour,
+    }
 
 
 @dataclass(frozen=True)
