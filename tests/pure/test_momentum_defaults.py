@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polytempo.errors import SpecError
-from polytempo.sync.momentum import MOMENTUM, RULES, is_gradient_form
+from polytempo.sync.momentum import MOMENTUM, RULES, MomentumForm, form_of
 from polytempo.sync.spec import MODES, parse_spec
 
 SGD = [{"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": False}]
@@ -202,17 +202,17 @@ def test_any_spec_is_settled_once_and_says_all(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "groups", "is_gradient"),
+    ("optimizer", "groups", "form"),
     [
-        ("SGD", SGD, True),
-        ("SGD", [{**SGD[0], "nesterov": True}], True),
-        ("SGD", [*SGD, {**SGD[0], "dampening": 0.1}], False),
-        ("Adam", ADAM, False),
-        ("RMSprop", RMSPROP, False),
+        ("SGD", SGD, MomentumForm.GRADIENT),
+        ("SGD", [{**SGD[0], "nesterov": True}], MomentumForm.GRADIENT),
+        ("SGD", [*SGD, {**SGD[0], "dampening": 0.1}], MomentumForm.CHANGE),
+        ("Adam", ADAM, MomentumForm.CHANGE),
+        ("RMSprop", RMSPROP, MomentumForm.CHANGE),
     ],
 )
-def test_sgd_without_dampening_pushes_gradients(optimizer: str, groups: list[dict[str, Any]], is_gradient: bool) -> None:
-    assert is_gradient_form(optimizer, groups) == is_gradient
+def test_sgd_without_dampening_pushes_gradients(optimizer: str, groups: list[dict[str, Any]], form: MomentumForm) -> None:
+    assert form_of(optimizer, groups) is form
 
 
 @pytest.mark.parametrize(
