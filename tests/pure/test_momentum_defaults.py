@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from driving import Job
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polytempo.errors import SpecError
+from polytempo.sync.actions import Apply
 from polytempo.sync.momentum import MOMENTUM, RULES, MomentumForm, form_of
 from polytempo.sync.spec import MODES, parse_spec
 
@@ -234,3 +236,17 @@ def test_what_is_extrapolated_and_what_is_not(
 ) -> None:
     assert RULES[optimizer].extrapolation(group) == extrapolation
     assert RULES[optimizer].decay_in(group) == decay
+
+
+@pytest.mark.parametrize("text", [*KEEPING, "downpour"])
+@pytest.mark.parametrize(
+    ("scale", "rates"),
+    [("", [1 / 4, 1 / 3, 1 / 2, 1 / 3]), (",scale=sqrt", [4**-0.5, 3**-0.5, 2**-0.5, 3**-0.5]), (",scale=0.4", [0.4] * 4)],
+)
+def test_a_push_counts_as_one_of_those_that_are_active(text: str, scale: str, rates: list[float]) -> None:
+    """Whatever rate the script's scheduler has set: of a job of 4 one worker leaves, another, and one comes back."""
+    job, found = Job(f"{text}{scale}", 4).start(), []
+    for change in (lambda: None, lambda: job.leave(3, "lost"), lambda: job.leave(2, "finished"), lambda: job.join(3)):
+        change()
+        found += [action.rate for action in job.push(0) if isinstance(action, Apply)]
+    assert found == pytest.approx(rates)
