@@ -42,6 +42,13 @@ class TextTable:
         lines = [heads, align, *self.rows]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
+    def put_into(self, page: str) -> str:
+        """A Markdown page, with this table between `<!-- its title -->` and `<!-- end of its title -->`."""
+        start, end = f"<!-- {self.title} -->\n", f"<!-- end of {self.title} -->"
+        before, rest = page.split(start)
+        _, after = rest.split(end)
+        return f"{before}{start}{self.markdown()}{end}{after}"
+
     def text(self, width: int) -> str:
         """For a terminal of `width` columns; table columns that do not fit are left out, the last first, with a note."""
         columns = [[*_two_lines(head), *cells] for head, *cells in zip(self.heads, *self.rows, strict=True)]
