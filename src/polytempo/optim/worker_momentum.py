@@ -65,7 +65,7 @@ class GradientMomentum:
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
         momentum, decay, ahead = group["momentum"], group["weight_decay"], self._looks_ahead or group["nesterov"]
-        velocity = self._velocity(param) if momentum else None
+        velocity = self._velocity(param, keeps) if momentum else None
         tensors = [param.detach(), gradient, out, *(() if velocity is None else (velocity,))]
         total = 0.0
         for values, grad, target, *of_velocity in pieces(tensors):
@@ -85,11 +85,12 @@ class GradientMomentum:
             total += target.sum().item()  # while it is in the cache
         return total
 
-    def _velocity(self, param: torch.Tensor) -> torch.Tensor:
-        state = self._optimizer.state[param]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        velocity: torch.Tensor = state["momentum_buffer"]
+    def _velocity(self, param: torch.Tensor, keeps: bool) -> torch.Tensor:
+        velocity: torch.Tensor | None = self._optimizer.state.get(param, {}).get("momentum_buffer")
+        if velocity is None:
+            velocity = torch.zeros_like(param, memory_format=torch.preserve_format)
+            if keeps:  # a backward without a step leaves no state
+                self._optimizer.state[param]["momentum_buffer"] = velocity
         return velocity
 
 
@@ -119,6 +120,8 @@ class ChangeMomentum:
         group = self._optimizer.param_groups[self._group_of[id(param)]]
         rate, ahead = float(group["lr"]), self._rule.extrapolation(group) if self._looks_ahead else 0.0
         looks = bool(rate and ahead) and param.grad is not None
+        if looks and self._is_unknown(param):
+            ahead = 0.0
         decay = rate * self._rule.decay_in(group)
         total = 0.0
         for values, target, *direction in pieces([param.detach(), out, *([self._direction(param)] if looks else [])]):
@@ -132,6 +135,11 @@ class ChangeMomentum:
                 target.copy_(change)
             total += target.sum().item()  # while it is in the cache
         return total
+
+    def _is_unknown(self, param: torch.Tensor) -> bool:
+        """Has the optimizer made changes before, in a job that did not keep them? Then there is nothing to extrapolate."""
+        state = self._optimizer.state[param]
+        return DIRECTION not in state and float(state.get("step", 1)) > 1
 
     def _direction(self, param: torch.Tensor) -> torch.Tensor:
         state: dict[str, Any] = self._optimizer.state[param]

@@ -91,6 +91,12 @@ RULES: Mapping[str, UpdateRule] = {
 }
 
 
+def has_momentum(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
+    """Has it momentum, as far as is known? Of a class that is not in `RULES` its options say so."""
+    rules = [RULES[optimizer]] if optimizer in RULES else [UpdateRule(False, "momentum"), UpdateRule(False, "betas")]
+    return any(rule.momentum_in(group) for rule in rules for group in groups)
+
+
 def is_gradient_form(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
     """Is the look-ahead a gradient, for servers that run SGD without momentum? For every SGD but one with dampening."""
     return optimizer == "SGD" and not any(group.get("dampening") for group in groups)
@@ -112,7 +118,7 @@ def chosen_options(
     if rule is None or workers < 2:
         return {}
     chosen = {}
-    if "momentum" not in given and any(rule.momentum_in(group) for group in groups):
+    if "momentum" not in given and has_momentum(optimizer, groups):
         chosen["momentum"] = SERVER if why_not else LOOKAHEAD
     if "scale" not in given and not rule.linear:
         chosen["scale"] = "sqrt"

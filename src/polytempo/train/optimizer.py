@@ -176,7 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._given: GivenState | None = None  # until the first step
         if self._momentum is not MomentumForm.NONE:
             self._given = GivenState(session, self._name, WorkerOptimizerState(optimizer))
-            if optimizer.state and session.rank == min(ranks.members, default=0):
+            if optimizer.state and not session.job.resumed and session.rank == min(ranks.members, default=0):
                 self._given.give()
         fragments = self._take_part(averaged, among_workers) if together else []
         finite = FiniteWatch(self._names, session.rank, nonfinite, self._params if session.client is None else None)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,11 +157,12 @@ class PushChange(StepUpdate):
         """What the optimizer changes, and what the closure returned."""
         copier, loss = self._reducer.copier, None
         buffer, _ = self._reducer.buffer_of(lambda param: param.detach())
-        if closure is None:
-            step_unwrapped(self._wrapped.optimizer)
-        else:
+        if closure is not None:
             with torch.enable_grad():
                 loss = self._wrapped.optimizer.step(closure)
+        else:
+            with nullcontext() if self._momentum is None else dense_gradients(copier.params):
+                step_unwrapped(self._wrapped.optimizer)
         if self._momentum is None:
             copier.subtract_from_values(buffer)
         else:
@@ -247,6 +248,17 @@ def step_unwrapped(optimizer: torch.optim.Optimizer) -> None:
         inspect.unwrap(type(optimizer).step)(optimizer)
     else:
         optimizer.step()
+
+
+@contextmanager
+def dense_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Sparse gradients are dense inside, as servers take them: most optimizers refuse sparse ones."""
+    sparse = [(param, param.grad) for param in params if param.grad is not None and param.grad.layout != torch.strided]
+    for param, grad in sparse:
+        param.grad = grad.to_dense()
+    yield
+    for param, grad in sparse:
+        param.grad = grad
 
 
 def unscale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
