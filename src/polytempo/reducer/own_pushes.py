@@ -12,7 +12,7 @@ With 4 workers and 4 pushes of each really in flight, digits at the rate and mom
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -27,18 +27,19 @@ class OwnPushes:
     Args:
         copier: Of its parameters; it has a flat buffer for each push in flight.
         layout: The group of each parameter.
-        rate: The factor on the rate of one push, with those that it stands for.
+        rate: The factor on the rate of a push that is sent now, with those that it stands for.
         changes: Are changes pushed? Otherwise gradients are.
     """
 
-    def __init__(self, copier: Copier, layout: Layout, rate: float, changes: bool) -> None:
+    def __init__(self, copier: Copier, layout: Layout, rate: Callable[[], float], changes: bool) -> None:
         self._copier, self._rate, self._changes = copier, rate, changes
         self._groups = {place.index: place.info.group for place in layout.places}
         self._sent: dict[int, tuple[FlatBuffer, list[float]]] = {}  # by step, with a factor for each group
 
     def sent(self, step: int, buffer: FlatBuffer, hyper: tuple[dict[str, Any], ...]) -> None:
         """This push was sent, and is not answered: the values go on from it."""
-        factors = [self._rate if self._changes else -self._rate * float(group["lr"]) for group in hyper]
+        rate = self._rate()
+        factors = [rate if self._changes else -rate * float(group["lr"]) for group in hyper]
         self._sent[step] = buffer, factors
         self._add(buffer, factors)
         self._copier.watch.record()

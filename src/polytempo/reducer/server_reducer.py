@@ -151,9 +151,7 @@ class ServerReducer(Reducer):
         self.taker = ValueTaker(self.copier)
         self._own: OwnPushes | None = None
         if delay and self._sync.worker_momentum:
-            workers = len(spec.members) or session.size
-            rate = workers * rate_of(self._sync.options.get("scale"), workers)
-            self._own = OwnPushes(self.copier, self.layout, rate, spec.apply == "delta")
+            self._own = OwnPushes(self.copier, self.layout, self._rate_of_own, spec.apply == "delta")
             self.taker.install = self._install_with_own
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
@@ -382,6 +380,13 @@ class ServerReducer(Reducer):
         buffer, absent = (None, ()) if skip else mean.gradients()
         mean.push(buffer, (), samples=samples, absent=absent)
         return mean.client_state.skipped
+
+    def _rate_of_own(self) -> float:
+        """The factor on the rate of a push of this worker and those of the others that are under way beside it: of all that
+        the job may have, and as stale as the last answered."""
+        workers, corrected = len(self.spec.members) or self.session.size, self._sync.corrections
+        scale = rate_of(self._sync.options.get("scale"), workers)
+        return workers * scale * corrected.verdict(self.client_state.staleness).rate
 
     def _install_with_own(self, parts: dict[int, list[Bytes]]) -> None:
         assert self._own is not None
