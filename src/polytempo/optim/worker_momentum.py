@@ -119,18 +119,19 @@ class ChangeMomentum:
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
         rate, ahead = float(group["lr"]), self._rule.extrapolation(group) if self._looks_ahead else 0.0
-        looks = bool(rate and ahead) and param.grad is not None
-        if looks and self._is_unknown(param):
-            ahead = 0.0
+        last: list[torch.Tensor] = []
+        if ahead and param.grad is not None:
+            ahead, direction = 0.0 if self._is_unknown(param) else ahead, self._direction(param)
+            last = [direction] if rate else []
         decay = rate * self._rule.decay_in(group)
         total = 0.0
-        for values, target, *direction in pieces([param.detach(), out, *([self._direction(param)] if looks else [])]):
+        for values, target, *before in pieces([param.detach(), out, *last]):
             change = values - target
             values.copy_(target)
-            if direction:
+            if before:
                 now = torch.add(change, target, alpha=decay).div_(rate) if decay else change / rate
-                target.copy_(change).add_(direction[0].neg_().add_(now), alpha=ahead * rate)
-                direction[0].copy_(now)
+                target.copy_(change).add_(before[0].neg_().add_(now), alpha=ahead * rate)
+                before[0].copy_(now)
             else:
                 target.copy_(change)
             total += target.sum().item()  # while it is in the cache

@@ -40,7 +40,6 @@ from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
-from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 
@@ -151,8 +150,9 @@ class ServerReducer(Reducer):
         self.taker = ValueTaker(self.copier)
         self._own: OwnPushes | None = None
         if delay and self._sync.worker_momentum:
-            self._own = OwnPushes(self.copier, self.layout, self._rate_of_own, spec.apply == "delta")
-            self.taker.install = self._install_with_own
+            workers, changes = len(spec.members) or session.size, spec.apply == "delta"
+            self._own = OwnPushes(self.copier, self.layout, self._sync, workers, self.client_state, changes)
+            self.taker.install = self._own.install
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not shares_memory and self._sync.anytime is None:  # else values pass through while another answer comes
@@ -317,7 +317,7 @@ class ServerReducer(Reducer):
             if skip and self._partial is not None:
                 self._partial.start_over()
             self.client.push(waiting, self._partial.commit() if self._partial is not None and not skip else None)
-            if self._own is not None and buffer is not None and self.step in self.client_state.outstanding:
+            if self._own is not None and buffer is not None:
                 self._own.sent(self.step, buffer, hyper)
         self.waited = time.perf_counter() - began
 
@@ -380,18 +380,6 @@ class ServerReducer(Reducer):
         buffer, absent = (None, ()) if skip else mean.gradients()
         mean.push(buffer, (), samples=samples, absent=absent)
         return mean.client_state.skipped
-
-    def _rate_of_own(self) -> float:
-        """The factor on the rate of a push of this worker and those of the others that are under way beside it: of all that
-        the job may have, and as stale as the last answered."""
-        workers, corrected = len(self.spec.members) or self.session.size, self._sync.corrections
-        scale = rate_of(self._sync.options.get("scale"), workers)
-        return workers * scale * corrected.verdict(self.client_state.staleness).rate
-
-    def _install_with_own(self, parts: dict[int, list[Bytes]]) -> None:
-        assert self._own is not None
-        self.copier.scatter(parts)
-        self._own.add_to_values(self.client_state.outstanding)
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         answer = self.client_state.answer

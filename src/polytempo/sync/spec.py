@@ -168,7 +168,7 @@ class Spec:
                 f"{self.text}: momentum stays on the servers: {fallback}; a rate that is right for bsp may be too high there"
             )
         if self.options.get("scale") == "sqrt":
-            return f"{self.text}: {optimizer} divides by the size of gradients; the push of one of n workers counts 1/sqrt(n)"
+            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts 1/sqrt(n)"
         return ""
 
     @property

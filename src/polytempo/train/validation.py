@@ -115,7 +115,7 @@ class OptimizerArguments:
         kind = type(self.optimizer).__name__
         if name not in RULES:
             return f"the look-ahead of {kind} is not known"
-        if any(param.is_cuda for param in self.params):
+        if self.session.devices.stand_in is not None or any(param.is_cuda for param in self.params):
             return "parameters are on a GPU"
         if form is MomentumForm.GRADIENT:
             return ""
