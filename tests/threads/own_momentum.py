@@ -171,6 +171,8 @@ def played(
                 turns[number + 1].set()
             count += 1
         assert turns[-1].wait(20)
+        optimizer.consolidate()  # what is under way is answered then
+        done.wait(20)
         optimizer.consolidate()
         if look is not None and session.rank == order[-1]:
             look(job, [made[rank] for rank in range(size)])
