@@ -81,7 +81,9 @@ class ByHand:
                 param.copy_(value)
         set_gradients(self.params, gradients)
         self.optimizer.step()
-        return [self._extrapolated(index, value, grad) for index, (value, grad) in enumerate(zip(values, gradients, strict=True))]
+        return [
+            self._extrapolated(index, value, grad) for index, (value, grad) in enumerate(zip(values, gradients, strict=True))
+        ]
 
     def _extrapolated(self, index: int, value: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
         group, change = self._group(index), self.params[index].detach() - value

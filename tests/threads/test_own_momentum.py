@@ -7,12 +7,8 @@ import math
 import pytest
 import torch
 from helpers import MakeOptimizer, assert_close, assert_equal, copied
-from own_momentum import ORDER, START, Turn, by_hand, differentiate, gradient, loss, plain_turn, played
+from own_momentum import ORDER, START, by_hand, gradient, loss, played
 from torch import nn
-
-from polytempo.session.session import Session
-from polytempo.testing.threads import ThreadJob
-from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
@@ -86,7 +82,10 @@ def test_where_there_is_no_momentum_servers_run_the_rule_at_the_rate_that_goes_w
     end, job, states = played("asp", lambda p: torch.optim.Adagrad(p, lr=0.05), fresh=True)
     assert_close(end, [param.detach() for param in params], rtol=1e-12)
     assert float(states[0]["state"][0]["step"]) == len(ORDER)
-    assert "asp,scale=sqrt: Adagrad divides by the size of gradients; a push of one of n workers counts 1/sqrt(n)" in job.notices
+    assert (
+        "asp,scale=sqrt: Adagrad divides by the size of gradients; a push of one of n workers counts 1/sqrt(n)"
+        in job.notices
+    )
 
 
 @pytest.mark.parametrize(("options", "scale"), [("", 0.5), (",scale=1", 1.0), (",scale=sqrt", math.sqrt(0.5))])

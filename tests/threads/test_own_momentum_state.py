@@ -22,7 +22,7 @@ from own_momentum import (
     plain_turn,
     played,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from polytempo.checkpoints import find_checkpoint
 from polytempo.session.session import Session

@@ -534,7 +534,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return state | ({"outer": outer} if (outer := self._update.outer_state()) else {})
         if reducer is not None and reducer.holds_state:
             state["state"] = self._tables.torch_state(reducer.read_state(), reducer.spec.tensors, self._params)
-            state |= {"filters": residual} if (residual := reducer.residual()) else {}
+        if reducer is not None and (residual := reducer.residual()):
+            state["filters"] = residual
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -548,12 +549,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         reducer = self._reducer
         if isinstance(self._update, LocalStepUpdate):
             self._update.load_outer_state(state_dict.get("outer", []))
-        elif self._given is not None:
+            return
+        if self._given is not None:
             self._given.give()
         elif reducer is not None and reducer.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
             reducer.load_state(self._tables.segments_of(state, reducer.spec.tensors, self._params))
+        if reducer is not None:
             reducer.load_residual(state_dict.get("filters", {}))
 
     @property
