@@ -112,7 +112,7 @@ def test_a_rule_that_is_not_known_stays_on_the_servers() -> None:
         """Some other rule."""
 
     assert train("asp", partial(Own, lr=RATE, momentum=0.9), *SPEEDS, steps=9)[0].outcome.sync == "asp"
-    with pytest.raises(UsageError, match=r"it knows the momentum of SGD, .*, and not of Own; leave it out"):
+    with pytest.raises(UsageError, match=r"the look-ahead of Own is not known; leave it out"):
         train("asp,momentum=lookahead", partial(Own, lr=RATE, momentum=0.9), *SPEEDS, steps=9)
 
 
@@ -135,13 +135,14 @@ class ChangeRule:
     """Extrapolates what a rule changes, its decoupled weight decay excepted."""
 
     def __init__(self, b: float, decay: float = 0.0) -> None:
-        self.b, self.decay, self.before, self.steps = b, decay, 0.0, 0
+        self.b, self.decay, self.steps = b, decay, 0
+        self.before: float | None = None
         self.mean = self.square = 0.0
 
     def change(self, g: float, read: float) -> float:
         self.steps += 1
         made = self.made(g)
-        pushed = made + self.b * (made - self.before)
+        pushed = made if self.before is None else made + self.b * (made - self.before)
         self.before = made
         return pushed - RATE * self.decay * read
 

@@ -277,7 +277,8 @@ class ChangeWorker:
 
 
 class ByHand:
-    """The formula: d + b (d - d_before), with d_before at the rate of this step, and decoupled decay apart."""
+    """The formula: d + b (d - d_before), with d_before at the rate of this step, and decoupled decay apart. Before the first
+    there was none of SGD; of other rules it is taken to be the first."""
 
     def __init__(
         self, cls: Any, params: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]], extrapolation: str
@@ -306,7 +307,8 @@ class ByHand:
         momentum = momentum[0] if isinstance(momentum, tuple) else momentum
         decoupled = group.get("decoupled_weight_decay") or isinstance(self.optimizer, torch.optim.AdamW)
         own = change + rate * group["weight_decay"] * before if decoupled else change
-        earlier = rate * self.direction.get(id(param), torch.zeros_like(own))
+        first = torch.zeros_like(own) if type(self.optimizer) is torch.optim.SGD else own / rate
+        earlier = rate * self.direction.get(id(param), first)
         self.direction[id(param)] = own / rate
         return change + momentum * (own - earlier)
 

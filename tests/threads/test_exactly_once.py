@@ -117,7 +117,7 @@ def test_a_push_sent_twice_counts_once(sync: str, servers: int) -> None:
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_adam_counts_its_steps_once_though_pushes_are_sent_twice(servers: int) -> None:
-    with ThreadJob(WORKERS, servers, "asp", retry=0.05) as job:
+    with ThreadJob(WORKERS, servers, "asp,momentum=server", retry=0.05) as job:
         results = push_all(job, twice, lambda params: torch.optim.Adam(params, lr=0.01))
     for _, state in results:
         assert [float(state["state"][i]["step"]) for i in range(len(SHAPES))] == [STEPS * WORKERS] * len(SHAPES)

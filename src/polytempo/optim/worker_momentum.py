@@ -85,7 +85,7 @@ class GradientMomentum:
             The sum of what is pushed: it is not finite where an element is not.
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
-        velocity, total = [self._velocity(param)] if group["momentum"] else [], 0.0
+        velocity, total = [self._velocity(param, keeps)] if group["momentum"] else [], 0.0
         for values, grad, target, *own in pieces([param.detach(), gradient, out, *velocity]):
             if grad is not target:
                 target.copy_(grad)
@@ -99,7 +99,7 @@ class GradientMomentum:
         found: dict[int, torch.Tensor] = {}
         for group, members in _grouped(self._optimizer, [param for param in params if param.grad is not None]):
             out = [dense(param.grad).clone() for param in members]
-            velocities = [self._velocity(param) for param in members] if group["momentum"] else []
+            velocities = [self._velocity(param, keeps=True) for param in members] if group["momentum"] else []
             self._step(group, [param.detach() for param in members], out, velocities)
             found |= {id(param): pushed for param, pushed in zip(members, out, strict=True)}
         return found
@@ -121,11 +121,12 @@ class GradientMomentum:
         else:
             torch._foreach_copy_(out, velocities)
 
-    def _velocity(self, param: torch.Tensor) -> torch.Tensor:
-        state = self._optimizer.state[param]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        velocity: torch.Tensor = state["momentum_buffer"]
+    def _velocity(self, param: torch.Tensor, keeps: bool) -> torch.Tensor:
+        velocity: torch.Tensor | None = self._optimizer.state.get(param, {}).get("momentum_buffer")
+        if velocity is None:
+            velocity = torch.zeros_like(param, memory_format=torch.preserve_format)
+            if keeps:  # a backward without a step leaves no state
+                self._optimizer.state[param]["momentum_buffer"] = velocity
         return velocity
 
 
@@ -153,24 +154,44 @@ class ChangeMomentum:
             The sum of what is pushed: it is not finite where an element is not.
         """
         group, total = self._optimizer.param_groups[self._group_of[id(param)]], 0.0
-        for values, target, *direction in pieces([param.detach(), out, *self._directions(group, [param])]):
-            self._step(group, [values], [target], direction)
+        directions, ahead = self._last(group, param)
+        for values, target, *last in pieces([param.detach(), out, *directions]):
+            self._step(group, [values], [target], last, ahead)
             total += target.sum().item()  # while it is in the cache
         return total
 
     def pushes(self, params: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The same of parameters on a device, by their `id`: `before`, their earlier values, become what is pushed."""
         found = {id(param): values for param, values in zip(params, before, strict=True)}
-        for of_group, members in _grouped(self._optimizer, params):
-            for has_gradient in (True, False):
-                chosen = [param for param in members if (param.grad is not None) == has_gradient]
-                if chosen:
-                    out = [found[id(param)] for param in chosen]
-                    self._step(of_group, [param.detach() for param in chosen], out, self._directions(of_group, chosen))
+        for group, members in _grouped(self._optimizer, params):
+            alike: dict[tuple[int, float], list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
+            for param in members:
+                directions, ahead = self._last(group, param)
+                alike.setdefault((len(directions), ahead), []).append((param, directions))
+            for (_, ahead), pairs in alike.items():
+                out, last = [found[id(param)] for param, _ in pairs], [one for _, of in pairs for one in of]
+                self._step(group, [param.detach() for param, _ in pairs], out, last, ahead)
         return found
 
+    def _last(self, group: dict[str, Any], param: torch.Tensor) -> tuple[list[torch.Tensor], float]:
+        """The last change of a parameter, for each unit of the rate, and how far the next is extrapolated. The first of a
+        rule that divides by the gradient's size is not: it is as large as any, whatever the gradient."""
+        ahead = self._rule.extrapolation(group) if self._looks_ahead else 0.0
+        if not ahead or not float(group["lr"]) or param.grad is None:
+            return [], 0.0
+        state: dict[str, Any] = self._optimizer.state[param]
+        if DIRECTION in state:
+            return [state[DIRECTION]], ahead
+        state[DIRECTION] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return [state[DIRECTION]], ahead if self._rule.linear else 0.0
+
     def _step(
-        self, group: dict[str, Any], values: list[torch.Tensor], out: list[torch.Tensor], directions: list[torch.Tensor]
+        self,
+        group: dict[str, Any],
+        values: list[torch.Tensor],
+        out: list[torch.Tensor],
+        directions: list[torch.Tensor],
+        ahead: float,
     ) -> None:
         """Make of earlier values, which are in `out`, what is pushed, and of `values` the earlier ones."""
         changes = torch._foreach_sub(values, out)
@@ -180,23 +201,10 @@ class ChangeMomentum:
             # Decoupled decay is no part of what is extrapolated.
             now = torch._foreach_add(changes, out, alpha=rate * decay) if decay else changes
             now = torch._foreach_div(now, rate)
-            torch._foreach_copy_(out, changes)
+        torch._foreach_copy_(out, changes)
+        if ahead:
             torch._foreach_neg_(directions)
             torch._foreach_add_(directions, now)
-            torch._foreach_add_(out, directions, alpha=self._rule.extrapolation(group) * rate)
+            torch._foreach_add_(out, directions, alpha=ahead * rate)
+        if directions:
             torch._foreach_copy_(directions, now)
-        else:
-            torch._foreach_copy_(out, changes)
-
-    def _directions(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The last change of these parameters, of one group and alike with a gradient or without, for each unit of the rate;
-        none where nothing is extrapolated."""
-        looks = self._looks_ahead and bool(float(group["lr"])) and self._rule.extrapolation(group) > 0
-        return [self._direction(param) for param in params if param.grad is not None] if looks else []
-
-    def _direction(self, param: torch.Tensor) -> torch.Tensor:
-        state: dict[str, Any] = self._optimizer.state[param]
-        if DIRECTION not in state:
-            state[DIRECTION] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        direction: torch.Tensor = state[DIRECTION]
-        return direction

@@ -80,10 +80,13 @@ class SpecBuilder:
         compression: PushPullCompression,
         clip_norm: float | None,
         members: tuple[int, ...] = (),
+        fallback: str = "",
     ) -> None:
-        """`members`: the ranks that take the steps together, where they are not all."""
+        """`members`: the ranks that take the steps together, where they are not all. `fallback`: why servers keep the
+        momentum, where the mode would have each worker keep its own."""
         self._spec, self._apply, self._inner = spec, apply, inner
         self._compression, self._clip_norm, self.members = compression, clip_norm, members
+        self._fallback = fallback
         #: Modes that the optimizer could not be given, for the advice at the end of a job.
         self.refused: tuple[str, ...] = ()
         self._started: str | None = None  # digested once, before the first step
@@ -159,6 +162,7 @@ class SpecBuilder:
             members=self.members,
             refused=self.refused,
             inner=type(self._inner).__name__,
+            fallback=self._fallback,
         )
 
     def of_values(

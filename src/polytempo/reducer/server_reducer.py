@@ -149,9 +149,10 @@ class ServerReducer(Reducer):
         self.copier = self._new_copier(params, device, beside)
         self.taker = ValueTaker(self.copier)
         self._own: OwnPushes | None = None
-        if rate := self._sync.own_push_rate(len(spec.members) or session.size):
-            self._own = OwnPushes(self.copier, self.layout, rate, spec.apply == "delta")
-            self.taker.install = self._install_with_own
+        if delay and self._sync.worker_momentum:
+            workers, changes = len(spec.members) or session.size, spec.apply == "delta"
+            self._own = OwnPushes(self.copier, self.layout, self._sync, workers, self.client_state, changes)
+            self.taker.install = self._own.install
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not shares_memory and self._sync.anytime is None:  # else values pass through while another answer comes
@@ -319,7 +320,7 @@ class ServerReducer(Reducer):
             if skip and self._partial is not None:
                 self._partial.start_over()
             self.client.push(waiting, self._partial.commit() if self._partial is not None and not skip else None)
-            if self._own is not None and own is not None and self.step in self.client_state.outstanding:
+            if self._own is not None and own is not None:
                 self._own.sent(self.step, own, hyper)
         self.waited = time.perf_counter() - began
 
@@ -382,11 +383,6 @@ class ServerReducer(Reducer):
         buffer, absent = (None, ()) if skip else mean.gradients()
         mean.push(buffer, (), samples=samples, absent=absent)
         return mean.client_state.skipped
-
-    def _install_with_own(self, parts: dict[int, list[Bytes]]) -> None:
-        assert self._own is not None
-        self.copier.scatter(parts)
-        self._own.add_to_values(self.client_state.outstanding)
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         answer = self.client_state.answer

@@ -120,8 +120,14 @@ def check_kept(text: str, optimizer: str, kind: str, why_not: str = "") -> None:
         why_not: Another reason, if there is one.
     """
     if why_not or optimizer not in RULES:
-        why = why_not or f"it knows the momentum of {', '.join(RULES)}, and not of {kind}"
+        why = why_not or f"the look-ahead of {kind} is not known"
         raise UsageError(f"{text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
+
+
+def has_momentum(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
+    """Has it momentum, as far as is known? Of a class that is not in `RULES` its options say so."""
+    rules = [RULES[optimizer]] if optimizer in RULES else [UpdateRule(False, "momentum"), UpdateRule(False, "betas")]
+    return any(rule.momentum_in(group) for rule in rules for group in groups)
 
 
 def chosen_options(
@@ -140,7 +146,7 @@ def chosen_options(
     if rule is None or workers < 2:
         return {}
     chosen = {}
-    if "momentum" not in given and any(rule.momentum_in(group) for group in groups):
+    if "momentum" not in given and has_momentum(optimizer, groups):
         chosen["momentum"] = SERVER if why_not else LOOKAHEAD
     if "scale" not in given and not rule.linear:
         chosen["scale"] = "sqrt"

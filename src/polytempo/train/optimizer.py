@@ -175,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._given: GivenState | None = None  # until the first step
         if self._momentum is not MomentumForm.NONE:
             self._given = GivenState(session, self._name, WorkerOptimizerState(optimizer))
-            if optimizer.state and session.rank == min(ranks.members, default=0):
+            if optimizer.state and not session.job.resumed and session.rank == min(ranks.members, default=0):
                 self._given.give()
         fragments = self._take_part(averaged, among_workers) if together else []
         finite = FiniteWatch(self._names, session.rank, nonfinite, self._params if session.client is None else None)
@@ -533,7 +533,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return state | ({"outer": outer} if (outer := self._update.outer_state()) else {})
         if reducer is not None and reducer.holds_state:
             state["state"] = self._tables.torch_state(reducer.read_state(), reducer.spec.tensors, self._params)
-            state |= {"filters": residual} if (residual := reducer.residual()) else {}
+        if reducer is not None and (residual := reducer.residual()):
+            state["filters"] = residual
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -547,12 +548,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         reducer = self._reducer
         if isinstance(self._update, LocalStepUpdate):
             self._update.load_outer_state(state_dict.get("outer", []))
-        elif self._given is not None:
+            return
+        if self._given is not None:
             self._given.give()
         elif reducer is not None and reducer.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
             reducer.load_state(self._tables.segments_of(state, reducer.spec.tensors, self._params))
+        if reducer is not None:
             reducer.load_residual(state_dict.get("filters", {}))
 
     @property

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,10 +173,12 @@ class PushChange(StepUpdate):
         return buffer, loss
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return step_unwrapped(self._wrapped.optimizer)
-        with torch.enable_grad():
-            return self._wrapped.optimizer.step(closure)
+        if closure is not None:
+            with torch.enable_grad():
+                return self._wrapped.optimizer.step(closure)
+        with nullcontext() if self._momentum is None else dense_gradients(self._reducer.copier.params):
+            step_unwrapped(self._wrapped.optimizer)
+        return None
 
 
 class StepOnMean(StepUpdate):
@@ -255,6 +257,17 @@ def step_unwrapped(optimizer: torch.optim.Optimizer) -> None:
         inspect.unwrap(type(optimizer).step)(optimizer)
     else:
         optimizer.step()
+
+
+@contextmanager
+def dense_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Sparse gradients are dense inside, as servers take them: most optimizers refuse sparse ones."""
+    sparse = [(param, param.grad) for param in params if param.grad is not None and param.grad.layout != torch.strided]
+    for param, grad in sparse:
+        param.grad = grad.to_dense()
+    yield
+    for param, grad in sparse:
+        param.grad = grad
 
 
 def unscale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
