@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import MakeOptimizer, check_record
+from helpers import MakeOptimizer, check_record, copied, until
 from own_momentum import START, ByHand, Tensors, Turn, differentiate, gradient, played
 
+from polytempo.protocol.messages import Gone, encode
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
+from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
@@ -112,3 +115,34 @@ def hold_up(job: ThreadJob, gate: threading.Event) -> None:
         carry_out(entry, pushes)  # type: ignore[arg-type]
 
     keeper._carry_out = held_up  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_who_has_left_has_nothing_under_way(name: str) -> None:
+    """Worker 1 leaves, and servers scale by the number of those that are there: so does worker 0."""
+    make, _ = RULES[name]
+    seen = list[Seen]()
+
+    def work(session: Session) -> None:
+        params = copied(START)
+        optimizer = DistributedOptimizer(make(params))
+        if session.rank == 1:
+            return
+        until(lambda: job.sequencer.statistics[1].left_at is not None, "worker 1 is gone")
+        job._launcher.send(encode(Gone(worker=1, incarnation=0, reason="finished")))
+        until(lambda: 1 in known(session), "worker 0 knows")
+        for number in range(6):
+            watched(seen)(Turn(0, number, params, optimizer, job))
+
+    def known(session: Session) -> set[int]:
+        assert session.client is not None
+        session.client.ask_who_departed(0.01)
+        return session.client.departed
+
+    with ThreadJob(2, 1, f"delay:{DELAY}") as job:
+        job.run(work)
+    hand, now = ByHand(make), flat([start.detach() for start in START])
+    for one in seen:
+        torch.testing.assert_close(flat(one.values), now, rtol=1e-10, atol=1e-12)
+        now = now + flat(hand.change(one.values, gradient(one.values, 0, one.number)))
+    assert len(seen) == 6
