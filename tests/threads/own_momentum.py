@@ -111,7 +111,7 @@ class Turn:
     number: int  #: of the worker's steps
     params: list[nn.Parameter]
     optimizer: DistributedOptimizer
-    session: Session
+    job: ThreadJob
 
 
 def differentiate(turn: Turn) -> None:
@@ -172,7 +172,7 @@ def played(
                 assert turns[number].wait(20)
                 if fresh:
                     optimizer.consolidate()
-                take(Turn(worker, count, params, optimizer, session))
+                take(Turn(worker, count, params, optimizer, job))
                 turns[number + 1].set()
             count += 1
         assert turns[-1].wait(20)

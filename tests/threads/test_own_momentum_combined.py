@@ -11,18 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_from_seed, made_gradients, set_gradients
+from helpers import (
+    MakeOptimizer,
+    assert_close,
+    assert_equal,
+    copied,
+    made_from_seed,
+    made_gradients,
+    made_params,
+    set_gradients,
+)
 from own_momentum import ORDER, START, ByHand, Tensors, by_hand, gradient, played
 from tabled import lookup_batches, lookup_model
 from torch import nn
 
-from polytempo.compression.chain import parse_chain
+from polytempo.compression.chain import parse_chain, parse_compression
 from polytempo.errors import UsageError
+from polytempo.reducer.optimizer_spec import HyperParameters
 from polytempo.session.session import Session
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import MODES, parse_spec
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
+from polytempo.train.validation import MomentumForm, OptimizerArguments
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -213,11 +224,11 @@ def test_momentum_stays_on_the_servers_with_one_line(why: str) -> None:
     assert line.endswith("; a rate that is right for bsp may be too high there")
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_parameters_on_a_gpu_have_it_too(name: str) -> None:
+@pytest.mark.parametrize("make", [SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_parameters_on_a_gpu_have_it_too(make: MakeOptimizer) -> None:
     """With the stand-in for a GPU: values are exchanged as with one."""
     with ThreadJob(2, 1, "asp", device="stand-in") as job:
-        specs = job.run(lambda session: plain(RULES[name][0])().spec.text)
+        specs = job.run(lambda session: plain(make)().spec.text)
     assert all("momentum=lookahead" in spec for spec in specs)
     assert "each worker keeps the momentum" in told(job)[0]
 
@@ -347,3 +358,112 @@ def test_each_optimizer_has_its_own_way_and_alike_ones_are_told_of_once() -> Non
     look, sqrt = "asp,momentum=lookahead", "asp,momentum=lookahead,scale=sqrt"
     assert specs == [[look, sqrt, look, "ssp:3"]] * 2
     assert [line.split(":")[0] for line in told(job)] == [look, sqrt]
+
+
+# Nothing that works without it is refused.
+
+#: Every class of torch.optim that takes parameters and nothing else.
+CLASSES = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+}
+TEXTS = [mode.example for mode in MODES.values()]
+TEXTS += ["asp,scale=1", "asp,lr=staleness,decay=0.9,drop=8", "ssp:3,dc=0.04", "asp,dca=2", "asp,momentum=server"]
+TEXTS += ["delay:2,decay=0.5", "every:3,wait=2", "downpour:push=3,fetch=3", "asup,bound=1", "bsp+balance,micro=2"]
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "changes": {"apply": "delta"},
+    "compression": {"compression": parse_compression({"push": "topk:0.1+bf16", "pull": "bf16"})},
+    "clipping": {"clip_norm": 1.0},
+    "tables": {"server_tables": True},
+    "means of buffers": {"buffers": "mean", "model": nn.Linear(2, 2)},
+}
+
+
+def is_refused(session: Session, sync: str, kind: type, given: dict[str, Any]) -> bool:
+    params = copied(made_params([(3, 2)]))
+    try:
+        optimizer = kind(params, lr=0.1)
+        if "momentum" in optimizer.defaults:
+            optimizer.param_groups[0]["momentum"] = 0.9
+        about = {"model": None, "apply": "server", "compression": parse_compression(None), "buffers": "local"}
+        about |= {"group": None, "via": "ps", "clip_norm": None, "server_tables": False, **given}
+        groups, names = [0], ["weight"]
+        arguments = OptimizerArguments(session, optimizer, params=params, names=names, groups=groups, **about)
+        settled = arguments.settled(parse_spec(sync))
+        described = settled.specs.describe(params, names, groups, [0])
+        if settled.spec.averaging is None and settled.spec.gossip is None:
+            settled.specs.build("", described, HyperParameters(settled.spec, optimizer).now(), ())
+    except UsageError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("given", ARGUMENTS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_is_refused_was_refused_before(name: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadJob(2, 1, "asp") as job:
+        session = job.session(0)
+        now = [is_refused(session, sync, CLASSES[name], ARGUMENTS[given]) for sync in TEXTS]
+        nothing = lambda self, spec, workers, tables: (spec, MomentumForm.NONE, "")  # noqa: E731
+        monkeypatch.setattr(OptimizerArguments, "_with_momentum", nothing)
+        before = [is_refused(session, sync, CLASSES[name], ARGUMENTS[given]) for sync in TEXTS]
+        session.close()
+    assert now == before
+    assert given != "plain" or name in ("LBFGS", "SparseAdam", "Rprop") or now.count(False) > 10, "the test tries something"
+
+
+#: Settings under which a step of the worker's own optimizer must be possible, as one of the servers' was.
+SETTINGS: dict[str, MakeOptimizer] = {
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, maximize=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "foreach": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=True),
+    "a rate that is a tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), betas=(0.8, 0.9)),
+    "centered": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True, weight_decay=0.1),
+    "capturable": lambda p: torch.optim.RAdam(p, lr=0.01, capturable=True),
+    "differentiable": lambda p: torch.optim.Adamax(p, lr=0.01, differentiable=True),
+    "differentiable SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, differentiable=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Muon": muon,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_whatever_is_set_steps_are_made(name: str, dtype: torch.dtype) -> None:
+    def work(session: Session) -> bool:
+        params = [nn.Parameter(param.detach().to(dtype)) for param in made_params([(4, 3), (2, 5)])]
+        optimizer = DistributedOptimizer(SETTINGS[name](params))
+        before = [param.detach().clone() for param in params]
+        for number in range(2):
+            set_gradients(params, made_gradients([(4, 3), (2, 5)], 1, seed=number)[0])
+            optimizer.step()
+        return all(bool(p.isfinite().all()) and not torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+    with ThreadJob(2, 1, "asp") as job:
+        assert job.run(work) == [True, True]
+
+
+def test_parameters_in_other_forms_are_taken_as_they_lie() -> None:
+    """channels_last, transposed, and larger than what is worked on at a time: as in the usual order."""
+    shapes = [(2, 3, 4, 4), (7, 5), (300, 230)]
+    ends = []
+    for unusual in (False, True):
+
+        def work(session: Session, unusual: bool = unusual) -> list[torch.Tensor]:
+            params = made_params(shapes)
+            if unusual:
+                params[0] = nn.Parameter(params[0].detach().to(memory_format=torch.channels_last))
+                params[1] = nn.Parameter(params[1].detach().t().contiguous().t())
+            optimizer = DistributedOptimizer(ADAM(params) if session.job.seed else SGD(params))
+            for number in range(3):
+                set_gradients(params, made_gradients(shapes, 1, seed=number)[0])
+                optimizer.step()
+            return [param.detach().contiguous() for param in params]
+
+        for seed in (0, 1):
+            with ThreadJob(1, 2, "asp,momentum=lookahead", seed=seed) as job:
+                ends += job.run(work)
+    assert_equal(ends[0], ends[2])
+    assert_equal(ends[1], ends[3])

@@ -12,6 +12,7 @@ With 4 workers and 4 pushes of each really in flight, digits at the rate and mom
 
 from __future__ import annotations
 
+from collections.abc import Collection, Container
 from typing import Any
 
 import torch
@@ -30,13 +31,24 @@ class OwnPushes:
         copier: Of its parameters; it has a flat buffer for each push in flight, and one for the next.
         layout: The group of each parameter.
         spec: The mode.
-        workers: That the job may have.
+        members: The ranks that may push.
+        departed: Those that are known not to, any more; it may grow.
         state: This worker's, of the optimizer: which pushes are unanswered.
         changes: Are changes pushed? Otherwise gradients are.
     """
 
-    def __init__(self, copier: Copier, layout: Layout, spec: Spec, workers: int, state: ClientState, changes: bool) -> None:
-        self._copier, self._spec, self._workers, self._state, self._changes = copier, spec, workers, state, changes
+    def __init__(
+        self,
+        copier: Copier,
+        layout: Layout,
+        spec: Spec,
+        members: Collection[int],
+        departed: Container[int],
+        state: ClientState,
+        changes: bool,
+    ) -> None:
+        self._copier, self._spec, self._state, self._changes = copier, spec, state, changes
+        self._members, self._departed = members, departed
         self._groups = {place.index: place.info.group for place in layout.places}
         self._sent: dict[int, tuple[dict[int, torch.Tensor], list[float]]] = {}  # by step, with a factor for each group
 
@@ -68,7 +80,8 @@ class OwnPushes:
     def _rate(self) -> float:
         """The factor on the rate of a push with those of the others that are under way beside it. Its staleness is not
         known yet; it is taken to be that of the last push that was answered."""
-        return self._spec.own_push_rate(self._workers) * self._spec.corrections.verdict(self._state.staleness).rate
+        workers = sum(rank not in self._departed for rank in self._members)
+        return self._spec.own_push_rate(workers) * self._spec.corrections.verdict(self._state.staleness).rate
 
     def _add(self, push: dict[int, torch.Tensor], factors: list[float]) -> None:
         with torch.no_grad():

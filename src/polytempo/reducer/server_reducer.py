@@ -150,8 +150,9 @@ class ServerReducer(Reducer):
         self.taker = ValueTaker(self.copier)
         self._own: OwnPushes | None = None
         if delay and self._sync.worker_momentum:
-            workers, changes = len(spec.members) or session.size, spec.apply == "delta"
-            self._own = OwnPushes(self.copier, self.layout, self._sync, workers, self.client_state, changes)
+            members, departed = spec.members or range(session.size), self.client.departed
+            about = members, departed, self.client_state, spec.apply == "delta"
+            self._own = OwnPushes(self.copier, self.layout, self._sync, *about)
             self.taker.install = self._own.install
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
