@@ -122,22 +122,21 @@ def run(job: Job, folder: Path, whole: bool = False) -> Curve:
     from polytempo.simulate.datasets import Shards, fashion_mnist_model
     from polytempo.simulate.dealt_trainer import VirtualDealtTrainer
     from polytempo.simulate.run import simulate_job
-    from polytempo.simulate.virtual_training import trainer_of
-    from polytempo.sync.spec import parse_spec
+    from polytempo.simulate.virtual_training import settled_spec, trainer_of
 
     torch.set_num_threads(1)
     name, sync, rate, seed = job
-    cluster, (train, test), spec = CLUSTERS[name], _data(folder, whole), parse_spec(sync)
+    cluster, (train, test), model = CLUSTERS[name], _data(folder, whole), fashion_mnist_model(seed)
     shards = Shards(len(train[0]), cluster.workers, [cluster.batch] * cluster.workers, seed)
     optimizer = partial(torch.optim.SGD, lr=rate, momentum=MOMENTUM)
-    loss = torch.nn.functional.cross_entropy
-    trainer = trainer_of(spec)(fashion_mnist_model(seed), train, shards, loss, optimizer, spec)
+    loss, spec = torch.nn.functional.cross_entropy, settled_spec(sync, model, optimizer, cluster.workers)
+    trainer = trainer_of(spec)(model, train, shards, loss, optimizer, spec)
     if isinstance(trainer, VirtualDealtTrainer):
         trainer.one_pass = True
     looks = Looks(*test)
     trainer.observers.append(lambda now: looks.look(trainer.master, now))
     with contextlib.suppress(Reached):
-        simulate_job(cluster, sync, seed=seed, trainer=trainer, observe_every=OFTEN, seconds=HORIZON)
+        simulate_job(cluster, spec.text, seed=seed, trainer=trainer, observe_every=OFTEN, seconds=HORIZON)
     return looks.curve
 
 

@@ -23,6 +23,12 @@ PIECE = 1 << 16
 DIRECTION = "direction"
 
 
+def known_name(optimizer: torch.optim.Optimizer) -> str:
+    """The name by which the rule knows an optimizer: that of its class, where it is torch's own; else empty."""
+    kind = type(optimizer)
+    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
+
+
 def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Tensors of one form, side by side, in pieces of at most `PIECE` elements; whole where they are not contiguous."""
     size = tensors[0].numel()

@@ -40,7 +40,6 @@ from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
-from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 
@@ -150,9 +149,7 @@ class ServerReducer(Reducer):
         self.copier = self._new_copier(params, device, beside)
         self.taker = ValueTaker(self.copier)
         self._own: OwnPushes | None = None
-        if delay and self._sync.worker_momentum:
-            workers = len(spec.members) or session.size
-            rate = workers * rate_of(self._sync.options.get("scale"), workers)
+        if rate := self._sync.own_push_rate(len(spec.members) or session.size):
             self._own = OwnPushes(self.copier, self.layout, rate, spec.apply == "delta")
             self.taker.install = self._install_with_own
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):

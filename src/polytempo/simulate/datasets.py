@@ -146,7 +146,8 @@ class Shards:
     """The training samples of each worker: a new shuffle each epoch, each worker every n-th of it, whole batches only."""
 
     def __init__(self, size: int, ranks: int, batches: Sequence[int], seed: int) -> None:
-        self._size, self._ranks, self._batches, self._seed = size, ranks, batches, seed
+        self._size, self._batches, self._seed = size, batches, seed
+        self.workers = ranks  #: among which the samples are dealt
         self._shuffles: dict[int, torch.Tensor] = {}
         short = size // ranks
         if short < max(batches):
@@ -158,9 +159,9 @@ class Shards:
     def batch(self, worker: int, step: int) -> torch.Tensor:
         """The indices of a worker's samples in its step."""
         batch = self._batches[worker]
-        steps = (self._size // self._ranks) // batch
+        steps = (self._size // self.workers) // batch
         epoch, place = divmod(step, steps)
-        mine = self.order(epoch)[worker :: self._ranks]
+        mine = self.order(epoch)[worker :: self.workers]
         return mine[place * batch : (place + 1) * batch]
 
     def order(self, epoch: int) -> torch.Tensor:

@@ -28,8 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+from polytempo.errors import UsageError
 from polytempo.options import ArgumentReader
 
 LOOKAHEAD, WORKER, SERVER, ASYNC = "lookahead", "worker", "server", "async"
@@ -48,8 +50,19 @@ MOMENTUM: Mapping[str, ArgumentReader] = {
     "momentum": ArgumentReader(f"{', '.join(_KNOWN[:-1])} or {ASYNC}", _read, LOOKAHEAD)
 }
 
+#: What a parameter group has on servers that run SGD without momentum, since each worker keeps its own.
+BARE: Mapping[str, Any] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
 #: Hyper-parameters of one parameter group.
 GroupSettings = Mapping[str, Any]
+
+
+class MomentumForm(Enum):
+    """What a worker pushes that keeps momentum of its own."""
+
+    NONE = ""  #: it keeps none
+    GRADIENT = "gradient"  #: a look-ahead gradient, with which servers run SGD without momentum
+    CHANGE = "change"  #: what its optimizer has changed, extrapolated
 
 
 @dataclass(frozen=True)
@@ -91,9 +104,24 @@ RULES: Mapping[str, UpdateRule] = {
 }
 
 
-def is_gradient_form(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
-    """Is the look-ahead a gradient, for servers that run SGD without momentum? For every SGD but one with dampening."""
-    return optimizer == "SGD" and not any(group.get("dampening") for group in groups)
+def form_of(optimizer: str, groups: Sequence[GroupSettings]) -> MomentumForm:
+    """What is pushed where workers keep momentum: a gradient of every SGD but one with dampening, a change of all others."""
+    plain = optimizer == "SGD" and not any(group.get("dampening") for group in groups)
+    return MomentumForm.GRADIENT if plain else MomentumForm.CHANGE
+
+
+def check_kept(text: str, optimizer: str, kind: str, why_not: str = "") -> None:
+    """Refuse a spec that keeps momentum at each worker where that is not possible.
+
+    Args:
+        text: The spec.
+        optimizer: The name of the class, where it is torch's own; else empty.
+        kind: Its name in any case.
+        why_not: Another reason, if there is one.
+    """
+    if why_not or optimizer not in RULES:
+        why = why_not or f"it knows the momentum of {', '.join(RULES)}, and not of {kind}"
+        raise UsageError(f"{text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
 
 
 def chosen_options(

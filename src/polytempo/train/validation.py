@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +13,14 @@ import torch
 from polytempo.compression.chain import PushPullCompression
 from polytempo.errors import UsageError, nearest
 from polytempo.mesh import ReplicaRanks
+from polytempo.optim.worker_momentum import known_name
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
-from polytempo.sync.momentum import RULES, is_gradient_form
+from polytempo.sync.momentum import MomentumForm, check_kept, form_of
 from polytempo.sync.spec import COMPARED, Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
-
-
-class MomentumForm(Enum):
-    """What a worker pushes that keeps momentum of its own (`sync/momentum.py`)."""
-
-    NONE = ""  #: it keeps none
-    GRADIENT = "gradient"  #: a look-ahead gradient, with which servers run SGD without momentum
-    CHANGE = "change"  #: what the wrapped optimizer has changed, extrapolated
 
 
 class SettledMode(NamedTuple):
@@ -92,18 +84,12 @@ class OptimizerArguments:
 
     def _with_momentum(self, spec: Spec, workers: int, has_tables: bool) -> tuple[Spec, MomentumForm]:
         """The spec with its defaults written out, and the form of the momentum that each worker keeps."""
-        kind = type(self.optimizer)
-        name = kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
-        groups = self.optimizer.param_groups
-        form = MomentumForm.GRADIENT if is_gradient_form(name, groups) else MomentumForm.CHANGE
+        name, groups = known_name(self.optimizer), self.optimizer.param_groups
+        form = form_of(name, groups)
         why_not = self._why_on_servers(form, has_tables)
-        if spec.worker_momentum and (why_not or name not in RULES or self.apply == "delta"):
-            why = why_not or (
-                "apply='delta' pushes what the script's optimizer changes"
-                if self.apply == "delta"
-                else f"it knows the momentum of {', '.join(RULES)}, and not of {kind.__name__}"
-            )
-            raise UsageError(f"{spec.text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
+        if spec.worker_momentum:
+            of_delta = "apply='delta' pushes what the script's optimizer changes" if self.apply == "delta" else ""
+            check_kept(spec.text, name, type(self.optimizer).__name__, why_not or of_delta)
         if self.apply != "delta":
             spec = spec.settled(name, groups, workers=workers, needs_server=why_not)
         return spec, form if spec.worker_momentum else MomentumForm.NONE
