@@ -88,7 +88,7 @@ SGD: Any = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
         ("asp", partial(SGD, weight_decay=0.01)),
         ("asp,momentum=worker", SGD),
         ("asp,momentum=server", SGD),
-        ("asp,drop=2", SGD),
+        ("asp,drop=1", SGD),
         ("ssp:9,lr=staleness", SGD),
         ("asp", partial(torch.optim.Adam, lr=0.003)),
         ("asp", partial(torch.optim.AdamW, lr=0.003, weight_decay=0.1)),

@@ -140,7 +140,10 @@ def simulate(
     samples: Annotated[int | None, BudgetOption(help="Samples, summed over all workers.")] = None,
     seconds: Annotated[float | None, BudgetOption(help="Simulated seconds.")] = None,
     steps_each: Annotated[int | None, BudgetOption(help="Steps of each worker.")] = None,
-    train: Annotated[str | None, TrainingOption(help="Train for real in virtual time: digits or fashion-mnist.")] = None,
+    train: Annotated[
+        str | None,
+        TrainingOption(help="Train for real in virtual time: digits, fashion-mnist or fashion-mnist-cnn."),
+    ] = None,
     lr: Annotated[float | None, TrainingOption(help="Learning rate of the training (the task's).")] = None,
     target: Annotated[
         float | None, TrainingOption(help="Compare the time until this accuracy is reached (the task's).")
@@ -265,7 +268,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     torch.set_num_threads(1)  # small matrices: more threads are slower, and bits could depend on their number
     task = find_task(settings.train["task"])(settings.seed)
     target = settings.train.get("target", task.target)
-    optimizer = partial(torch.optim.SGD, lr=settings.train.get("lr", task.lr))
+    optimizer = partial(torch.optim.SGD, lr=settings.train.get("lr", task.lr), momentum=task.momentum)
     budget: dict[str, Any] = dict(settings.budget) or {"steps": task.steps * settings.cluster.workers}
     cluster, sources = settings.cluster, settings.sources
     if not cluster.model_bytes:
