@@ -22,12 +22,13 @@ COMPUTE = {"digits": 0.005, "cnn": 0.0}  #: seconds that a step takes at least
 def run_live(job: Run, folder: Path) -> dict[str, float]:
     """Start a job with its mode as a user writes it, check how it was settled, and read what its first worker logged."""
     plain = job.sync if "momentum=server" in job.sync else job.sync.partition(",")[0]
-    settings = {name: getattr(job, name) for name in ("work", "rate", "momentum", "batch", "seed")}
+    settings: dict[str, Any] = {name: getattr(job, name) for name in ("work", "rate", "momentum", "batch", "seed")}
+    settings["folder"] = str(folder)
     with tempfile.TemporaryDirectory(prefix="pt-", dir="/tmp") as place:
         flags = ["-q", "--fork", "-n", str(job.workers), "--sync", plain, "--samples", str(job.samples)]
         flags += ["--slow", f"{job.workers - 1}:3"] if job.cluster == "slow" else []
         command = [sys.executable, "-m", "polytempo", "run", *flags, "--record", f"{place}/record", __file__]
-        subprocess.run([*command, json.dumps({**settings, "folder": str(folder)})], check=True, timeout=900, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, json.dumps(settings)], check=True, timeout=900, stdout=subprocess.DEVNULL)
         meta = json.loads(Path(place, "record", "meta.json").read_text(encoding="utf-8"))
         lines = [json.loads(line) for line in Path(place, "record", "events.jsonl").read_text(encoding="utf-8").splitlines()]
     settled = meta["job"].get("optimizers", {}).get("0", plain)

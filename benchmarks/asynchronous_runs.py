@@ -1,8 +1,8 @@
 """One run of `asynchronous.py`: training in virtual time, or live (`asynchronous_live.py`), and what it ends with.
 
-In virtual time the steps of all workers vary by a tenth; in the cluster `slow` the last worker is three times slower. `delay:4`
-has a cluster whose exchange takes four steps, so that four pushes of each worker are really under way; the others have one
-whose exchange takes none. `bsp` makes the same updates on all of them.
+In virtual time the steps of all workers vary by a tenth; in the cluster `slow` the last worker is three times slower.
+`delay:4` has a cluster whose exchange takes four steps, so that four pushes of each worker are really under way; the others
+have one whose exchange takes none. `bsp` makes the same updates on all of them.
 
 The GPT is that of `examples/gpt.py`: its model, its text, its schedule of rate and momentum, its clipping. Each worker has a
 schedule of its own, over its own steps, as in a live job; where momentum is on the servers, theirs is over all updates.
@@ -25,15 +25,13 @@ from torch import nn
 
 from asynchronous_live import run_live
 from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.datasets import TensorPair, TrainingTask, digits
-fashion_mnist_cnn=None
+from polytempo.simulate.datasets import TensorPair, TrainingTask, digits, fashion_mnist_cnn, fashion_mnist_cnn_model
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import parse_spec
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
-CLUSTERS = {"even": "even", "slow": "one 3x slower"}
 STEP_TIME, SLOW, EXCHANGE = Lognormal(1.0, 0.1), 3.0, 4.0
 #: Windows that all workers of the GPT take in a step, and their steps.
 WINDOWS, GPT_STEPS = 32, 300
@@ -99,9 +97,7 @@ def cluster_of(job: Run) -> Cluster:
     return replace(even, link=Link(latency=EXCHANGE / 2)) if job.sync.startswith("delay") else even
 
 
-@cache
-def _kept_data(work: str, folder: Path) -> Any:
-    return fashion_mnist_cnn(0, folder).data if work == "cnn" else None
+clothes = cache(partial(fashion_mnist_cnn, 0))  # the files are read once
 
 
 def task_of(work: str, seed: int, folder: Path) -> TrainingTask:
@@ -109,7 +105,7 @@ def task_of(work: str, seed: int, folder: Path) -> TrainingTask:
     if work == "digits":
         return digits(seed)
     if work == "cnn":
-        return replace(fashion_mnist_cnn(seed, folder), data=_kept_data(work, folder))
+        return replace(clothes(folder), model=fashion_mnist_cnn_model(seed))
     names = example(seed)
     data, held_out = (tuple(part.contiguous() for part in names["source"](*given)) for given in ((4.0, False), (1.0, True)))
     return TrainingTask(names["model"], (data, held_out), names["loss"], names["options"].lr, 0.0, GPT_STEPS)
