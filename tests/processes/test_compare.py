@@ -11,7 +11,7 @@ import polytempo as pt
 pt.init()
 torch.manual_seed(pt.rank())
 model = torch.nn.Linear(2, 1)
-optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 for step in range(6):
     optimizer.zero_grad()
     loss = model(torch.randn(4, 2)).square().mean()
@@ -32,7 +32,7 @@ def test_modes_are_compared_as_run_would_run_them_and_without_a_metric_by_speed(
     ways = [bench.meta(str(folder.relative_to(bench.folder)))["options"]["via"] for folder in folders]
     assert ways == ["allreduce", "ps", "peers"]
     rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith(modes)][:3]
-    assert rows == ["bsp (allreduce)", "ssp:1", "gossip:ring (peers)"]
+    assert rows == ["bsp (allreduce)", "ssp:1,momentum=lookahead", "gossip:ring (peers)"]
     assert "last" in done.stdout
     told = "train.py logged no accuracy, so modes are compared by their speed alone"
     early = done.stderr.index(told)

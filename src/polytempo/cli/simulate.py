@@ -35,6 +35,7 @@ from polytempo.errors import ClusterError, UsageError, counted
 from polytempo.records.files import RecordWriter, check_no_record, read_events, read_meta, refused_modes
 from polytempo.report.advice import CAVEAT, Assumption, assumption_lines, assumptions_of, use_line
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
+from polytempo.report.shortfall import short_of_bsp
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
 from polytempo.simulate.advice import Advice, advise, default_modes
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
@@ -299,6 +300,8 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     say_assumptions(replace(settings, cluster=cluster, sources=sources))
     _print(trained_comparison(runs, target, title))
     _say(verdict(runs, target))
+    if short := short_of_bsp(runs):
+        _say(short)
     _write_json(json_file, [run.as_dict() for run in runs])
     if picture:
         draw_training(runs, target, picture, title)
