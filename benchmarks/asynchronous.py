@@ -41,9 +41,9 @@ from pathlib import Path
 from typing import Any
 
 from asynchronous_runs import GPT_STEPS, WINDOWS, Ended, Run, clothes, run, text_digest
-from asynchronous_verdicts import BEFORE, Judged, as_text, bars_line, short_table, summary, tables
+from asynchronous_verdicts import BEFORE, Judged, bars_line, short_table, summary, tables
 from kept_runs import kept_runs, make_runs
-from measure import fill_in, save
+from measure import as_text, fill_in, save
 from polytempo.errors import UsageError
 from polytempo.report.table import TextTable
 from polytempo.simulate.datasets import FASHION_MNIST

@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polytempo.records.files import read_events, read_meta
+from polytempo.records.lines import MAIN
+
 if TYPE_CHECKING:
     from asynchronous_runs import Run
 
@@ -29,9 +32,8 @@ def run_live(job: Run, folder: Path) -> dict[str, float]:
         flags += ["--slow", f"{job.workers - 1}:3"] if job.cluster == "slow" else []
         command = [sys.executable, "-m", "polytempo", "run", *flags, "--record", f"{place}/record", __file__]
         subprocess.run([*command, json.dumps(settings)], check=True, timeout=900, stdout=subprocess.DEVNULL)
-        meta = json.loads(Path(place, "record", "meta.json").read_text(encoding="utf-8"))
-        lines = [json.loads(line) for line in Path(place, "record", "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    settled = meta["job"].get("optimizers", {}).get("0", plain)
+        meta, lines = read_meta(f"{place}/record"), list(read_events(f"{place}/record"))
+    settled = meta["job"].get("optimizers", {}).get(MAIN, plain)
     if settled != job.sync:
         raise SystemExit(f"expected a job of {job.sync}, and it was settled as {settled}")
     logged = next(line for line in lines if line["kind"] == "metric" and "accuracy" in line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -138,11 +137,6 @@ def bars_line(judged: Sequence[Judged], missing: int) -> str:
     line += f"; {missing} runs are missing" if missing else ""
     where = [f"{one.part}, {one.workers} workers, {CLUSTERS[one.cluster]}, {one.mode} ({one.text})" for one in missed]
     return line + "".join(f"\n  missed: {text}" for text in where)
-
-
-def as_text(data: Any) -> str:
-    """JSON with each list of numbers on one line."""
-    return re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(data, indent=1)) + "\n"
 
 
 def summary(judged: Sequence[Judged], grids: dict[str, Any]) -> dict[str, Any]:
