@@ -7,10 +7,13 @@ memory on the servers). With d the change that a worker's own optimizer makes an
 
     d + b (d - d_before)        momentum=lookahead
 
-d_before is its change of the step before, at the rate of this one. For SGD, v = m v + g and d = -lr v, so this is
--lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the servers run SGD without momentum. Other rules
-push the change itself. b is 0 where the rule looks ahead already (`nesterov=True`, NAdam): `lookahead` and `worker` are one
-there.
+d_before is its change of the step before, at the rate of this one. The first change of a rule that divides by the gradient's
+size is pushed as it is: it is as large as any, whatever the gradient. (Extrapolated, it costs 0.7 points on digits with Adam,
+16 workers and twice the rate of bsp.)
+
+For SGD, v = m v + g and d = -lr v, so this is -lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the
+servers run SGD without momentum. Other rules push the change itself. b is 0 where the rule looks ahead already
+(`nesterov=True`, NAdam): `lookahead` and `worker` are one there.
 
     momentum=lookahead   as above: the default of asp, ssp, dssp, every and delay, where the optimizer has momentum
     momentum=worker      d alone: the momentum of each worker, without the look-ahead
