@@ -264,13 +264,15 @@ def test_a_state_with_the_last_change_loads_into_servers_without_it() -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "given"])
 @pytest.mark.parametrize("name", RULES)
 def test_who_comes_back_starts_from_the_servers_values_and_what_workers_started_from(name: str, given: bool) -> None:
-    """Nothing of what it had pushed is lost, and what others hold does not change when it comes."""
+    """Nothing of what it had pushed is lost, and what others hold does not change when it comes. Under a schedule: each push
+    counts with its worker's rate of then, scaled by the number of workers that are there."""
     make, saved = RULES[name], state_after(RULES[name])
     gone, back, came = threading.Event(), threading.Event(), threading.Event()
     hands = [ByHand(make) for _ in range(3)]  # worker 0, and both lives of worker 1
 
     def step(params: list[torch.nn.Parameter], optimizer: DistributedOptimizer, life: int, number: int) -> None:
         optimizer.consolidate()
+        optimizer.param_groups[0]["lr"] = hands[life].optimizer.param_groups[0]["lr"] = 0.05 * 0.7**number
         values = [param.detach().clone() for param in params]
         grads = gradient(values, life, number)
         set_gradients(params, grads)
