@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from polytempo.sync.momentum import RULES
+from polytempo.sync.momentum import RULES, share_of_joiner
 
 #: Elements that are worked on at a time.
 PIECE = 1 << 16
@@ -100,10 +100,11 @@ class ChangeMomentum:
     Args:
         optimizer: The worker's optimizer.
         looks_ahead: Push the look-ahead; otherwise the change as it is.
+        joins: Is the job under way when this worker begins?
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
-        self._optimizer, self._looks_ahead = optimizer, looks_ahead
+    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, joins: bool = False) -> None:
+        self._optimizer, self._looks_ahead, self._joins = optimizer, looks_ahead, joins
         self._rule = RULES[type(optimizer).__name__]
         self._group_of = _groups_of(optimizer)
 
@@ -123,7 +124,7 @@ class ChangeMomentum:
         if ahead and param.grad is not None:
             ahead, direction = 0.0 if self._is_unknown(param) else ahead, self._direction(param)
             last = [direction] if rate else []
-        decay = rate * self._rule.decay_in(group)
+        decay, share = rate * self._rule.decay_in(group), self._share(param)
         total = 0.0
         for values, target, *before in pieces([param.detach(), out, *last]):
             change = values - target
@@ -134,8 +135,15 @@ class ChangeMomentum:
                 before[0].copy_(now)
             else:
                 target.copy_(change)
+            if share < 1:
+                target.mul_(share)
             total += target.sum().item()  # while it is in the cache
         return total
+
+    def _share(self, param: torch.Tensor) -> float:
+        """What the push counts for."""
+        step = self._optimizer.state.get(param, {}).get("step") if self._joins else None
+        return 1.0 if step is None else share_of_joiner(type(self._optimizer).__name__, float(step))
 
     def _is_unknown(self, param: torch.Tensor) -> bool:
         """Has the optimizer made changes before, in a job that did not keep them? Then there is nothing to extrapolate."""

@@ -97,6 +97,20 @@ def has_momentum(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
     return any(rule.momentum_in(group) for rule in rules for group in groups)
 
 
+#: Steps in which a worker comes in that joins a job under way, where its rule divides by the size of gradients.
+COMING_IN = 20
+
+
+def share_of_joiner(optimizer: str, step: float) -> float:
+    """What the push of this step counts for, from 1 on, of a worker that has joined a job under way with a fresh optimizer.
+
+    A rule that divides by the size of gradients knows little of it at first, and makes steps as long as at the start of a
+    training: digits with Adam, joined after 1,200 updates, went from a loss of 0.006 to 0.43 at once, and to 0.02 like this.
+    A linear one has no such steps, nor has a worker that comes back from a pause with the state that it had.
+    """
+    return 1.0 if RULES[optimizer].linear else min(1.0, step / (COMING_IN + 1))
+
+
 def is_gradient_form(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
     """Is the look-ahead a gradient, for servers that run SGD without momentum? For every SGD but one with dampening."""
     return optimizer == "SGD" and not any(group.get("dampening") for group in groups)
