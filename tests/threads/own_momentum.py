@@ -5,6 +5,7 @@ By hand SGD is the formula, and any other rule torch's own optimizer, whose chan
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,9 +55,15 @@ class ByHand:
     def __init__(self, make: MakeOptimizer, ahead: bool = True, decoupled: float = 0.0) -> None:
         self.params = copied(START)
         self.optimizer = make(self.params)
-        self._ahead, self._decay = ahead, decoupled
+        self._ahead, self._decay, self._is_unknown = ahead, decoupled, False
         self._before: list[torch.Tensor | None] = [None for _ in self.params]  # at a rate of 1
         self._velocity = [torch.zeros_like(param) for param in self.params]
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from a state of torch's, which says nothing of the change before: the next is pushed as it is."""
+        self.optimizer.load_state_dict(copy.deepcopy(saved))
+        self._velocity = [own.get("momentum_buffer", torch.zeros(())).clone() for own in saved["state"].values()]
+        self._is_unknown = "momentum_buffer" not in saved["state"][0]
 
     def change(self, values: Tensors, gradients: Gradients) -> Tensors:
         is_sgd = type(self.optimizer) is torch.optim.SGD and not self.optimizer.param_groups[0]["dampening"]
@@ -81,16 +88,17 @@ class ByHand:
                 param.copy_(value)
         set_gradients(self.params, gradients)
         self.optimizer.step()
-        return [
-            self._extrapolated(index, value, grad) for index, (value, grad) in enumerate(zip(values, gradients, strict=True))
-        ]
+        pairs = enumerate(zip(values, gradients, strict=True))
+        changes = [self._extrapolated(index, value, grad) for index, (value, grad) in pairs]
+        self._is_unknown = False
+        return changes
 
     def _extrapolated(self, index: int, value: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
         group, change = self._group(index), self.params[index].detach() - value
         if grad is None or not group["lr"]:
             return change
-        looks_ahead = group.get("nesterov") or type(self.optimizer) is torch.optim.NAdam
-        ahead = 0.0 if looks_ahead or not self._ahead else group.get("momentum", group.get("betas", (0.0,))[0])
+        plain = not self._ahead or self._is_unknown or group.get("nesterov") or type(self.optimizer) is torch.optim.NAdam
+        ahead = 0.0 if plain else group.get("momentum", group.get("betas", (0.0,))[0])
         own = change + group["lr"] * self._decay * value
         before = self._before[index]
         if before is None:  # the first is extrapolated of rules that are linear in the gradient

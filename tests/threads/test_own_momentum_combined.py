@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from helpers import (
     MakeOptimizer,
     assert_close,
     assert_equal,
+    check_record,
     copied,
     made_from_seed,
     made_gradients,
@@ -27,6 +29,7 @@ from torch import nn
 
 from polytempo.compression.chain import parse_chain, parse_compression
 from polytempo.errors import UsageError
+from polytempo.records.files import read_meta
 from polytempo.reducer.optimizer_spec import HyperParameters
 from polytempo.session.session import Session
 from polytempo.sync.spec import MODES, parse_spec
@@ -467,3 +470,20 @@ def test_parameters_in_other_forms_are_taken_as_they_lie() -> None:
                 ends += job.run(work)
     assert_equal(ends[0], ends[2])
     assert_equal(ends[1], ends[3])
+
+
+def test_what_was_chosen_is_recorded_for_each_optimizer_and_replays(tmp_path: Path) -> None:
+    def work(session: Session) -> None:
+        for make in (SGD, ADAM):
+            params = copied(START)
+            optimizer = DistributedOptimizer(make(params))
+            for number in range(3):
+                set_gradients(params, gradient([param.detach() for param in params], session.rank, number))
+                optimizer.step()
+
+    with ThreadJob(2, 2, "ssp:1", record=tmp_path) as job:
+        job.run(work)
+    check_record(tmp_path)
+    meta = read_meta(tmp_path)
+    assert meta["spec"] == "ssp:1"
+    assert meta["job"]["optimizers"] == {"0": "ssp:1,momentum=lookahead", "1": "ssp:1,momentum=lookahead,scale=sqrt"}

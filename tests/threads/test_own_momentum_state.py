@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import MakeOptimizer, assert_close, assert_equal, copied, set_gradients
+from helpers import MakeOptimizer, assert_close, assert_equal, copied, set_gradients, until
 from own_momentum import (
     ORDER,
     START,
@@ -23,9 +24,11 @@ from own_momentum import (
     played,
 )
 from safetensors.torch import load_file
+from test_lives import come_back
 
 from polytempo.checkpoints import find_checkpoint
-from polytempo.session.session import Session
+from polytempo.session.session import Session, as_current
+from polytempo.simulate.datasets import digits
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
@@ -92,14 +95,8 @@ def loading(saved: State, rank: int, at: int = 0) -> Callable[[Turn], None]:
 def loaded_by_hand(saved: State, ranks: tuple[int, ...], at: int = 0) -> Callable[[ByHand, Tensors, int, int], Tensors]:
     def turn(one: ByHand, values: Tensors, worker: int, number: int) -> Tensors:
         if worker in ranks and number == at:
-            one.optimizer.load_state_dict(copy.deepcopy(saved))
-            if isinstance(one.optimizer, torch.optim.SGD):
-                one._velocity = [own["momentum_buffer"].clone() for own in saved["state"].values()]
-            else:  # nothing is known of the change before: the first is pushed as it is
-                one._ahead = False
-        changes = one.change(values, gradient(values, worker, number))
-        one._ahead = True
-        return changes
+            one.load(saved)
+        return one.change(values, gradient(values, worker, number))
 
     return turn
 
@@ -260,3 +257,153 @@ def test_a_state_with_the_last_change_loads_into_servers_without_it() -> None:
         read, _ = job.run(work)
     assert set(read["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
     assert_equal(momenta(read, "Adam"), momenta(states[0], "Adam"))
+
+
+# Workers that come and go.
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "given"])
+@pytest.mark.parametrize("name", RULES)
+def test_who_comes_back_starts_from_the_servers_values_and_what_workers_started_from(name: str, given: bool) -> None:
+    """Nothing of what it had pushed is lost, and what others hold does not change when it comes. Under a schedule: each push
+    counts with its worker's rate of then, scaled by the number of workers that are there. Adam comes in by degrees."""
+    make, saved = RULES[name], state_after(RULES[name])
+    gone, back, came = threading.Event(), threading.Event(), threading.Event()
+    hands = [ByHand(make) for _ in range(3)]  # worker 0, and both lives of worker 1
+
+    def step(params: list[torch.nn.Parameter], optimizer: DistributedOptimizer, life: int, number: int) -> None:
+        optimizer.consolidate()
+        optimizer.param_groups[0]["lr"] = hands[life].optimizer.param_groups[0]["lr"] = 0.05 * 0.7**number
+        values = [param.detach().clone() for param in params]
+        grads = gradient(values, life, number)
+        set_gradients(params, grads)
+        optimizer.step()
+        coming_in = (1 + number + (5 if given else 0)) / 21 if life == 2 and name == "Adam" else 1.0
+        pushed.append((scale() * coming_in, hands[life].change(values, grads)))
+
+    def scale() -> float:
+        active = sum(stats.left_at is None for stats in job.sequencer.statistics)
+        return 1 / active if name == "SGD" else active**-0.5
+
+    def stays(session: Session) -> Tensors:
+        params = copied(START)
+        optimizer = DistributedOptimizer(make(params))
+        if given:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        step(params, optimizer, 0, 0)
+        here.set()
+        assert gone.wait(10)
+        step(params, optimizer, 0, 1)
+        back.set()
+        assert came.wait(10)
+        step(params, optimizer, 0, 2)
+        optimizer.consolidate()
+        return [param.detach().clone() for param in params]
+
+    def leaves(session: Session) -> None:
+        params = copied(START)
+        optimizer = DistributedOptimizer(make(params))
+        assert here.wait(10)
+        step(params, optimizer, 1, 0)
+        session.close("failed")
+        until(lambda: job.sequencer.statistics[1].left_at is not None, "worker 1 is gone")
+        gone.set()
+        assert back.wait(10)
+        held = [param.detach() for param in START]
+        for factor, changes in pushed:
+            held = [value + factor * change for value, change in zip(held, changes, strict=True)]
+        again = come_back(job, 1, 1)
+        with as_current(again):
+            params = copied(START)
+            optimizer = DistributedOptimizer(make(params))
+        assert_close([param.detach() for param in params], held, rtol=1e-11)
+        for number in range(2):
+            step(params, optimizer, 2, number)
+        came.set()
+        again.close()
+
+    here, pushed = threading.Event(), list[tuple[float, Tensors]]()
+    if given:
+        for hand in hands:
+            hand.load(saved)
+    with ThreadJob(2, 2, "asp") as job:
+        end, _ = job.run(lambda session: stays(session) if session.rank == 0 else leaves(session))  # type: ignore[func-returns-value]
+    wanted = [param.detach() for param in START]
+    for factor, changes in pushed:
+        wanted = [value + factor * change for value, change in zip(wanted, changes, strict=True)]
+    assert_close(end, wanted, rtol=1e-11)  # type: ignore[arg-type]
+
+
+# Digits, with the rate and momentum of bsp, and a worker that was away or joins: what its first pushes do to the loss.
+
+
+class Digits:
+    """The task, as workers and a judge see it."""
+
+    def __init__(self) -> None:
+        task = digits(seed=0)
+        (self.images, self.labels), _ = task.data
+        self.model = task.model
+
+    def loss(self, model: torch.nn.Module) -> float:
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model(self.images), self.labels))
+
+    def differentiate(self, model: torch.nn.Module, generator: torch.Generator) -> None:
+        chosen = torch.randint(0, len(self.images), (32,), generator=generator)
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(self.images[chosen]), self.labels[chosen]).backward()
+
+
+@pytest.mark.parametrize("what", ["away", "joins"])
+@pytest.mark.parametrize("name", RULES)
+def test_the_first_pushes_of_who_was_away_or_joins_do_not_throw_the_job_back(name: str, what: str) -> None:
+    """Worker 1 is away for 300 updates, with a gradient of its 10th step in hand; or it leaves, and joins afresh."""
+    make: MakeOptimizer = {
+        "SGD": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
+        "Adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    }[name]
+    task, turn = Digits(), threading.Barrier(2)
+    losses: list[float] = []
+
+    def wrapped() -> tuple[torch.nn.Module, DistributedOptimizer]:
+        model = copy.deepcopy(task.model)
+        return model, DistributedOptimizer(make(list(model.parameters())))
+
+    def judge(model: torch.nn.Module, optimizer: DistributedOptimizer) -> None:
+        optimizer.consolidate()
+        losses.append(task.loss(model))
+
+    def work(session: Session) -> None:
+        (model, optimizer), generator = wrapped(), torch.Generator().manual_seed(session.rank)
+        for _ in range(10 if session.rank else 310):
+            task.differentiate(model, generator)
+            optimizer.step()
+        if session.rank == 0:
+            judge(model, optimizer)
+            turn.wait(8)
+            turn.wait(8)
+            return
+        if what == "joins":
+            session.close("failed")
+            turn.wait(8)
+            session = come_back(job, 1, 1)
+            with as_current(session):
+                model, optimizer = wrapped()
+            task.differentiate(model, generator)
+        else:
+            task.differentiate(model, generator)
+            turn.wait(8)
+        for _ in range(60):
+            optimizer.step()
+            judge(model, optimizer)
+            task.differentiate(model, generator)
+        turn.wait(8)
+        session.close()
+
+    with ThreadJob(2, 1, "asp") as job:
+        job.run(work)
+    before, *after = losses
+    assert before < 0.2
+    assert max(after) < 3.5 * before, "it rises for a while: 5 to 6 times where Adam does not come in by degrees"
+    assert min(after[-10:]) < before, "and training goes on"

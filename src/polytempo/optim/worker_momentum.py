@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from polytempo.sync.momentum import RULES
+from polytempo.sync.momentum import RULES, share_of_joiner
 
 #: Elements that are worked on at a time.
 PIECE = 1 << 16
@@ -136,10 +136,11 @@ class ChangeMomentum:
     Args:
         optimizer: The worker's optimizer.
         looks_ahead: Push the look-ahead; otherwise the change as it is.
+        joins: Is the job under way when this worker begins?
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
-        self._optimizer, self._looks_ahead = optimizer, looks_ahead
+    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, joins: bool = False) -> None:
+        self._optimizer, self._looks_ahead, self._joins = optimizer, looks_ahead, joins
         self._rule = RULES[type(optimizer).__name__]
         self._group_of = _groups_of(optimizer)
 
@@ -155,8 +156,11 @@ class ChangeMomentum:
         """
         group, total = self._optimizer.param_groups[self._group_of[id(param)]], 0.0
         directions, ahead = self._last(group, param)
+        share = self._share(param)
         for values, target, *last in pieces([param.detach(), out, *directions]):
             self._step(group, [values], [target], last, ahead)
+            if share < 1:
+                target.mul_(share)
             total += target.sum().item()  # while it is in the cache
         return total
 
@@ -164,14 +168,21 @@ class ChangeMomentum:
         """The same of parameters on a device, by their `id`: `before`, their earlier values, become what is pushed."""
         found = {id(param): values for param, values in zip(params, before, strict=True)}
         for group, members in _grouped(self._optimizer, params):
-            alike: dict[tuple[int, float], list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
+            alike: dict[tuple[int, float, float], list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
             for param in members:
                 directions, ahead = self._last(group, param)
-                alike.setdefault((len(directions), ahead), []).append((param, directions))
-            for (_, ahead), pairs in alike.items():
+                alike.setdefault((len(directions), ahead, self._share(param)), []).append((param, directions))
+            for (_, ahead, share), pairs in alike.items():
                 out, last = [found[id(param)] for param, _ in pairs], [one for _, of in pairs for one in of]
                 self._step(group, [param.detach() for param, _ in pairs], out, last, ahead)
+                if share < 1:
+                    torch._foreach_mul_(out, share)
         return found
+
+    def _share(self, param: torch.Tensor) -> float:
+        """What the push counts for."""
+        step = self._optimizer.state.get(param, {}).get("step") if self._joins else None
+        return 1.0 if step is None else share_of_joiner(type(self._optimizer).__name__, float(step))
 
     def _last(self, group: dict[str, Any], param: torch.Tensor) -> tuple[list[torch.Tensor], float]:
         """The last change of a parameter, for each unit of the rate, and how far the next is extrapolated. The first of a

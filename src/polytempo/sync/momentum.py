@@ -8,8 +8,8 @@ memory on the servers). With d the change that a worker's own optimizer makes an
     d + b (d - d_before)        momentum=lookahead
 
 d_before is its change of the step before, at the rate of this one. The first change of a rule that divides by the gradient's
-size is pushed as it is: it is as large as any, whatever the gradient. (Extrapolated, it costs 0.7 points on digits with Adam,
-16 workers and twice the rate of bsp.)
+size is pushed as it is: it is as large as any, whatever the gradient. (Extrapolated, it costs 0.7 points on digits with
+Adam, 16 workers and twice the rate of bsp.)
 
 For SGD, v = m v + g and d = -lr v, so this is -lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the
 servers run SGD without momentum. Other rules push the change itself. b is 0 where the rule looks ahead already
@@ -131,6 +131,20 @@ def has_momentum(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
     """Has it momentum, as far as is known? Of a class that is not in `RULES` its options say so."""
     rules = [RULES[optimizer]] if optimizer in RULES else [UpdateRule(False, "momentum"), UpdateRule(False, "betas")]
     return any(rule.momentum_in(group) for rule in rules for group in groups)
+
+
+#: Steps in which a worker comes in that joins a job under way, where its rule divides by the size of gradients.
+COMING_IN = 20
+
+
+def share_of_joiner(optimizer: str, step: float) -> float:
+    """What the push of this step counts for, from 1 on, of a worker that has joined a job under way with a fresh optimizer.
+
+    A rule that divides by the size of gradients knows little of it at first, and makes steps as long as at the start of a
+    training: digits with Adam, joined after 1,200 updates, went from a loss of 0.006 to 0.43 at once, and to 0.02 like this.
+    A linear one has no such steps, nor has a worker that comes back from a pause with the state that it had.
+    """
+    return 1.0 if RULES[optimizer].linear else min(1.0, step / (COMING_IN + 1))
 
 
 def chosen_options(

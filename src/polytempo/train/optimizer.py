@@ -182,7 +182,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         looks_ahead = spec.worker_momentum == LOOKAHEAD
-        change = ChangeMomentum(optimizer, looks_ahead) if self._momentum is MomentumForm.CHANGE else None
+        joins = self._reducer is not None and self._reducer.client_state.version > 0 and not session.job.resumed
+        change = ChangeMomentum(optimizer, looks_ahead, joins) if self._momentum is MomentumForm.CHANGE else None
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments, change)
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
