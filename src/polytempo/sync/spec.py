@@ -137,6 +137,11 @@ class Spec:
         return workers * rate_of(self.options.get("scale"), workers) if self.ahead and self.worker_momentum else 0.0
 
     @property
+    def spike(self) -> float:
+        """From how many times the usual length on a worker shortens a gradient; 0: none."""
+        return float(self.options.get("spike", 0.0))
+
+    @property
     def needs_server(self) -> str:
         """Why momentum must stay on the servers in this mode; empty where it need not."""
         return "dc and dca correct gradients there" if self.corrections.compensation else ""
@@ -155,7 +160,7 @@ class Spec:
         why_not = needs_server or self.needs_server
         chosen = chosen_options(optimizer, groups, self.options, workers=workers, why_not=why_not)
         if not self.mode.keeps_momentum:
-            chosen.pop("momentum", None)
+            chosen = {name: value for name, value in chosen.items() if name not in MOMENTUM}
         return parse_spec(",".join([self.text, *(f"{name}={value}" for name, value in chosen.items())])) if chosen else self
 
     def told(self, optimizer: str, fallback: str) -> str:

@@ -242,7 +242,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _gradient_momentum(self) -> GradientMomentum | None:
         looks_ahead = self._spec.worker_momentum == LOOKAHEAD
-        return GradientMomentum(self.inner, looks_ahead) if self._momentum is MomentumForm.GRADIENT else None
+        return (
+            GradientMomentum(self.inner, looks_ahead, self._spec.spike) if self._momentum is MomentumForm.GRADIENT else None
+        )
 
     def _spec_of(self, special: str) -> OptimizerSpec:
         """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
