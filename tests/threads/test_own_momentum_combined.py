@@ -28,6 +28,8 @@ from tabled import lookup_batches, lookup_model
 from torch import nn
 
 from polytempo.compression.chain import parse_chain, parse_compression
+from polytempo.device.devices import Devices
+from polytempo.device.host_device import HostDevice
 from polytempo.errors import UsageError
 from polytempo.records.files import read_meta
 from polytempo.reducer.optimizer_spec import HyperParameters
@@ -486,3 +488,20 @@ def test_what_was_chosen_is_recorded_for_each_optimizer_and_replays(tmp_path: Pa
     meta = read_meta(tmp_path)
     assert meta["spec"] == "ssp:1"
     assert meta["job"]["optimizers"] == {"0": "ssp:1,momentum=lookahead", "1": "ssp:1,momentum=lookahead,scale=sqrt"}
+
+
+def test_workers_of_which_one_cannot_are_told_what_all_can() -> None:
+    """One has its parameters on a GPU, the other has none. With what the line says they work together, as they did."""
+
+    def work(session: Session, sync: str | None = None) -> str:
+        if session.rank == 1:
+            session.devices = Devices(HostDevice())
+        return plain(SGD, sync=sync)().spec.text
+
+    with (
+        ThreadJob(2, 1, "asp") as job,
+        pytest.raises(UsageError, match="; give the option momentum=server, which is possible"),
+    ):
+        job.run(work)
+    with ThreadJob(2, 1, "asp") as job:
+        assert job.run(lambda session: work(session, "asp,momentum=server")) == ["asp,momentum=server"] * 2
