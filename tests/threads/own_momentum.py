@@ -56,7 +56,7 @@ class ByHand:
         self.params = copied(START)
         self.optimizer = make(self.params)
         self._ahead, self._decay, self._is_unknown = ahead, decoupled, False
-        self._before = [torch.zeros_like(param) for param in self.params]  # at a rate of 1
+        self._before: list[torch.Tensor | None] = [None for _ in self.params]  # at a rate of 1
         self._velocity = [torch.zeros_like(param) for param in self.params]
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -100,7 +100,10 @@ class ByHand:
         plain = not self._ahead or self._is_unknown or group.get("nesterov") or type(self.optimizer) is torch.optim.NAdam
         ahead = 0.0 if plain else group.get("momentum", group.get("betas", (0.0,))[0])
         own = change + group["lr"] * self._decay * value
-        pushed = change + ahead * (own - group["lr"] * self._before[index])
+        before = self._before[index]
+        if before is None:  # the first is extrapolated of rules that are linear in the gradient
+            before = torch.zeros_like(own) if type(self.optimizer) is torch.optim.SGD else own / group["lr"]
+        pushed = change + ahead * (own - group["lr"] * before)
         self._before[index] = own / group["lr"]
         return pushed
 

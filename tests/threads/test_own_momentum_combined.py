@@ -229,12 +229,13 @@ def test_momentum_stays_on_the_servers_with_one_line(why: str) -> None:
     assert line.endswith("; a rate that is right for bsp may be too high there")
 
 
-def test_parameters_on_a_gpu_leave_it_there() -> None:
-    """Decided by where the values are exchanged: with the stand-in for a GPU, as with one."""
+@pytest.mark.parametrize("make", [SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_parameters_on_a_gpu_have_it_too(make: MakeOptimizer) -> None:
+    """With the stand-in for a GPU: values are exchanged as with one."""
     with ThreadJob(2, 1, "asp", device="stand-in") as job:
-        specs = job.run(lambda session: plain(SGD)().spec.text)
-    assert specs == ["asp,momentum=server"] * 2
-    assert "momentum stays on the servers: parameters are on a GPU" in told(job)[0]
+        specs = job.run(lambda session: plain(make)().spec.text)
+    assert all("momentum=lookahead" in spec for spec in specs)
+    assert "each worker keeps the momentum" in told(job)[0]
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -142,13 +142,13 @@ def test_what_is_not_applied_leaves_the_momentum_as_it_was(name: str, what: str)
 @pytest.mark.parametrize("name", RULES)
 def test_clipping_is_of_each_workers_own_gradient(name: str) -> None:
     """Not of what is pushed: a look-ahead is longer than the gradient, by right."""
+
+    def turn_of(turn: Turn) -> None:
+        differentiate(turn)
+        turn.optimizer.step()
+
     make, scale, decoupled = RULES[name]
-
-    def turn(one: Turn) -> None:
-        differentiate(one)
-        one.optimizer.step()
-
-    end, _, _ = played("asp", make, turn, clip_norm=0.3)
+    end, _, _ = played("asp", make, turn_of, clip_norm=0.3)
     assert_close(end, by_hand(make, scale, decoupled=decoupled, of=clipped_by_hand), rtol=1e-11)
 
 

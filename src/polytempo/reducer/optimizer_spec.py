@@ -19,6 +19,7 @@ from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.reducer.flat_buffer import describe
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.server.optimizers import check_optimizer
+from polytempo.sync.momentum import BARE
 from polytempo.sync.spec import Spec
 
 #: Types of hyper-parameters that a message can have, beside tuples of these and tensors of one element.
@@ -49,7 +50,7 @@ class HyperParameters:
     def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
         plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
         if self._bare:
-            plain |= {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+            plain |= BARE
         if not self._spec.mode.rule:
             return plain
         names = self._spec.rule_options

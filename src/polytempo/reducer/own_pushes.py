@@ -20,7 +20,6 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.protocol.layout import Layout
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import Spec
 from polytempo.transport.channel import Bytes
 
@@ -51,34 +50,40 @@ class OwnPushes:
         self._copier, self._spec, self._state, self._changes = copier, spec, state, changes
         self._members, self._departed = members, departed
         self._groups = {place.index: place.info.group for place in layout.places}
-        self._sent: dict[int, tuple[FlatBuffer, list[float]]] = {}  # by step, with a factor for each group
+        self._sent: dict[int, tuple[dict[int, torch.Tensor], list[float]]] = {}  # by step, with a factor for each group
 
-    def sent(self, step: int, buffer: FlatBuffer, hyper: tuple[dict[str, Any], ...]) -> None:
+    def taken(self, buffer: FlatBuffer) -> dict[int, torch.Tensor]:
+        """What is about to be pushed, of each parameter, where it lies: in the flat buffer, which is this push's until it is
+        answered, or a copy on the GPU, whose staging the next answer passes through."""
+        staging = self._copier.staging
+        staged = {} if staging is None else {index: staging.views[index].clone() for index in staging.staged}
+        return buffer.views | staged
+
+    def sent(self, step: int, push: dict[int, torch.Tensor], hyper: tuple[dict[str, Any], ...]) -> None:
         """This push was sent. If it is not answered yet, the values go on from it."""
         if step not in self._state.outstanding:
             return
         rate = self._rate()
         factors = [rate if self._changes else -rate * float(group["lr"]) for group in hyper]
-        self._sent[step] = buffer, factors
-        self._add(buffer, factors)
+        self._sent[step] = push, factors
+        self._add(push, factors)
         self._copier.watch.record()
 
     def install(self, parts: dict[int, list[Bytes]]) -> None:
         """New values have come, which have all pushes but those that are not answered."""
         self._copier.scatter(parts)
         self._sent = {step: push for step, push in self._sent.items() if step in self._state.outstanding}
-        for _, (buffer, factors) in sorted(self._sent.items()):
-            self._add(buffer, factors)
+        for _, (push, factors) in sorted(self._sent.items()):
+            self._add(push, factors)
         self._copier.watch.record()
 
     def _rate(self) -> float:
         """The factor on the rate of a push with those of the others that are under way beside it. Its staleness is not
         known yet; it is taken to be that of the last push that was answered."""
         workers = sum(rank not in self._departed for rank in self._members)
-        scale = rate_of(self._spec.options.get("scale"), workers)
-        return workers * scale * self._spec.corrections.verdict(self._state.staleness).rate
+        return self._spec.own_push_rate(workers) * self._spec.corrections.verdict(self._state.staleness).rate
 
-    def _add(self, buffer: FlatBuffer, factors: list[float]) -> None:
+    def _add(self, push: dict[int, torch.Tensor], factors: list[float]) -> None:
         with torch.no_grad():
             for index, param in enumerate(self._copier.params):
-                param.add_(buffer.views[index], alpha=factors[self._groups[index]])
+                param.add_(push[index].to(param.device), alpha=factors[self._groups[index]])

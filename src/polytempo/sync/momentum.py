@@ -7,10 +7,13 @@ memory on the servers). With d the change that a worker's own optimizer makes an
 
     d + b (d - d_before)        momentum=lookahead
 
-d_before is its change of the step before, at the rate of this one. For SGD, v = m v + g and d = -lr v, so this is
--lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the servers run SGD without momentum. Other rules
-push the change itself. b is 0 where the rule looks ahead already (`nesterov=True`, NAdam): `lookahead` and `worker` are one
-there.
+d_before is its change of the step before, at the rate of this one. The first change of a rule that divides by the gradient's
+size is pushed as it is: it is as large as any, whatever the gradient. (Extrapolated, it costs 0.7 points on digits with
+Adam, 16 workers and twice the rate of bsp.)
+
+For SGD, v = m v + g and d = -lr v, so this is -lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the
+servers run SGD without momentum. Other rules push the change itself. b is 0 where the rule looks ahead already
+(`nesterov=True`, NAdam): `lookahead` and `worker` are one there.
 
     momentum=lookahead   as above: the default of asp, ssp, dssp, every and delay, where the optimizer has momentum
     momentum=worker      d alone: the momentum of each worker, without the look-ahead
@@ -28,8 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+from polytempo.errors import UsageError
 from polytempo.options import ArgumentReader
 
 LOOKAHEAD, WORKER, SERVER, ASYNC = "lookahead", "worker", "server", "async"
@@ -48,8 +53,19 @@ MOMENTUM: Mapping[str, ArgumentReader] = {
     "momentum": ArgumentReader(f"{', '.join(_KNOWN[:-1])} or {ASYNC}", _read, LOOKAHEAD)
 }
 
+#: What a parameter group has on servers that run SGD without momentum, since each worker keeps its own.
+BARE: Mapping[str, Any] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
 #: Hyper-parameters of one parameter group.
 GroupSettings = Mapping[str, Any]
+
+
+class MomentumForm(Enum):
+    """What a worker pushes that keeps momentum of its own."""
+
+    NONE = ""  #: it keeps none
+    GRADIENT = "gradient"  #: a look-ahead gradient, with which servers run SGD without momentum
+    CHANGE = "change"  #: what its optimizer has changed, extrapolated
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,26 @@ RULES: Mapping[str, UpdateRule] = {
 }
 
 
+def form_of(optimizer: str, groups: Sequence[GroupSettings]) -> MomentumForm:
+    """What is pushed where workers keep momentum: a gradient of every SGD but one with dampening, a change of all others."""
+    plain = optimizer == "SGD" and not any(group.get("dampening") for group in groups)
+    return MomentumForm.GRADIENT if plain else MomentumForm.CHANGE
+
+
+def check_kept(text: str, optimizer: str, kind: str, why_not: str = "") -> None:
+    """Refuse a spec that keeps momentum at each worker where that is not possible.
+
+    Args:
+        text: The spec.
+        optimizer: The name of the class, where it is torch's own; else empty.
+        kind: Its name in any case.
+        why_not: Another reason, if there is one.
+    """
+    if why_not or optimizer not in RULES:
+        why = why_not or f"the look-ahead of {kind} is not known"
+        raise UsageError(f"{text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
+
+
 def has_momentum(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
     """Has it momentum, as far as is known? Of a class that is not in `RULES` its options say so."""
     rules = [RULES[optimizer]] if optimizer in RULES else [UpdateRule(False, "momentum"), UpdateRule(False, "betas")]
@@ -109,11 +145,6 @@ def share_of_joiner(optimizer: str, step: float) -> float:
     A linear one has no such steps, nor has a worker that comes back from a pause with the state that it had.
     """
     return 1.0 if RULES[optimizer].linear else min(1.0, step / (COMING_IN + 1))
-
-
-def is_gradient_form(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
-    """Is the look-ahead a gradient, for servers that run SGD without momentum? For every SGD but one with dampening."""
-    return optimizer == "SGD" and not any(group.get("dampening") for group in groups)
 
 
 def chosen_options(

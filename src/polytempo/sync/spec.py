@@ -27,7 +27,7 @@ from polytempo.sync.dssp_paper import DSSP_PAPER
 from polytempo.sync.every import EVERY
 from polytempo.sync.gossip import GOSSIP, GossipSpec
 from polytempo.sync.local_sgd import LOCAL, Averaging
-from polytempo.sync.mode import Mode
+from polytempo.sync.mode import Mode, rate_of
 from polytempo.sync.momentum import ASYNC, LOOKAHEAD, MOMENTUM, SERVER, WORKER, GroupSettings, chosen_options
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import SSP
@@ -127,6 +127,14 @@ class Spec:
         """How each worker keeps momentum of its own: "lookahead", "worker", or "" where it does not."""
         momentum = self.options.get("momentum") if self.mode.keeps_momentum else None
         return str(momentum) if momentum in (LOOKAHEAD, WORKER) else ""
+
+    def own_push_rate(self, workers: int) -> float:
+        """How far an unanswered push of a worker's own moves the values that it computes on, in parts of its rate.
+
+        It stands for those of the other workers, too, which have as many under way. 0: the worker computes on the values
+        as it has read them.
+        """
+        return workers * rate_of(self.options.get("scale"), workers) if self.ahead and self.worker_momentum else 0.0
 
     @property
     def at_workers(self) -> bool:

@@ -51,7 +51,7 @@ from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.balance import BALANCE
-from polytempo.sync.momentum import LOOKAHEAD
+from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.communication import Group
@@ -80,7 +80,6 @@ from polytempo.train.update import (
     unscale,
 )
 from polytempo.train.validation import (
-    MomentumForm,
     OptimizerArguments,
     check_choices,
     check_order,

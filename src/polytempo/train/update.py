@@ -155,21 +155,30 @@ class PushChange(StepUpdate):
 
     def _change(self, closure: Callable[[], Any] | None) -> tuple[FlatBuffer, Any]:
         """What the optimizer changes, and what the closure returned."""
-        copier, loss = self._reducer.copier, None
-        buffer, _ = self._reducer.buffer_of(lambda param: param.detach())
-        if closure is not None:
-            with torch.enable_grad():
-                loss = self._wrapped.optimizer.step(closure)
+        reducer, copier, momentum = self._reducer, self._reducer.copier, self._momentum
+        if momentum is not None and copier.on_gpu:
+            before = [param.detach().clone() for param in copier.params]
+            loss = self._step(closure)
+            pushed = momentum.pushes(copier.params, before)
+            buffer, _ = reducer.buffer_of(lambda param: pushed[id(param)])
         else:
-            with nullcontext() if self._momentum is None else dense_gradients(copier.params):
-                step_unwrapped(self._wrapped.optimizer)
-        if self._momentum is None:
-            copier.subtract_from_values(buffer)
-        else:
-            for index, param in enumerate(copier.params):
-                buffer.found_finite(index, self._momentum.push(param, buffer.view(index)))
+            buffer, _ = reducer.buffer_of(lambda param: param.detach())
+            loss = self._step(closure)
+            if momentum is None:
+                copier.subtract_from_values(buffer)
+            else:
+                for index, param in enumerate(copier.params):
+                    buffer.found_finite(index, momentum.push(param, buffer.view(index)))
         copier.watch.record()
         return buffer, loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                return self._wrapped.optimizer.step(closure)
+        with nullcontext() if self._momentum is None else dense_gradients(self._reducer.copier.params):
+            step_unwrapped(self._wrapped.optimizer)
+        return None
 
 
 class StepOnMean(StepUpdate):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,10 @@ import torch
 from polytempo.compression.chain import PushPullCompression
 from polytempo.errors import UsageError, nearest
 from polytempo.mesh import ReplicaRanks
+from polytempo.optim.worker_momentum import known_name
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
-from polytempo.sync.momentum import RULES, has_momentum, is_gradient_form
+from polytempo.sync.momentum import RULES, MomentumForm, check_kept, form_of, has_momentum
 from polytempo.sync.spec import COMPARED, Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
@@ -24,14 +24,6 @@ from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedd
 
 #: Options with which torch's step refuses a model's parameters on the CPU, and does not refuse what servers hold.
 ON_SERVERS = ("capturable", "differentiable")
-
-
-class MomentumForm(Enum):
-    """What a worker pushes that keeps momentum of its own (`sync/momentum.py`)."""
-
-    NONE = ""  #: it keeps none
-    GRADIENT = "gradient"  #: a look-ahead gradient, with which servers run SGD without momentum
-    CHANGE = "change"  #: what the wrapped optimizer has changed, extrapolated
 
 
 class SettledMode(NamedTuple):
@@ -96,13 +88,12 @@ class OptimizerArguments:
     def _with_momentum(self, given: Spec, workers: int, has_tables: bool) -> tuple[Spec, MomentumForm, str]:
         """The spec with its defaults written out, the form of the momentum that each worker keeps, and, where servers keep
         it though the mode would not have it so, why."""
-        kind, groups = type(self.optimizer), self.optimizer.param_groups
-        name = kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
-        form = MomentumForm.GRADIENT if is_gradient_form(name, groups) else MomentumForm.CHANGE
+        name, groups = known_name(self.optimizer), self.optimizer.param_groups
+        form = form_of(name, groups)
         why_not = given.needs_server or self._why_on_servers(name, form, has_tables)
-        if given.worker_momentum and (why_not or self.apply == "delta"):
-            why = why_not or "apply='delta' pushes what the script's optimizer changes"
-            raise UsageError(f"{given.text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
+        if given.worker_momentum:
+            of_delta = "apply='delta' pushes what the script's optimizer changes" if self.apply == "delta" else ""
+            check_kept(given.text, name, type(self.optimizer).__name__, why_not or of_delta)
         if self.apply == "delta":
             return given, MomentumForm.NONE, ""
         spec = given.settled(name, groups, workers=workers, needs_server=why_not)
@@ -115,8 +106,6 @@ class OptimizerArguments:
         kind = type(self.optimizer).__name__
         if name not in RULES:
             return f"the look-ahead of {kind} is not known"
-        if self.session.devices.stand_in is not None or any(param.is_cuda for param in self.params):
-            return "parameters are on a GPU"
         if form is MomentumForm.GRADIENT:
             return ""
         if not self.compression.is_lossless:
