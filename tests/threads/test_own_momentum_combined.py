@@ -491,18 +491,29 @@ def test_what_was_chosen_is_recorded_for_each_optimizer_and_replays(tmp_path: Pa
     assert meta["job"]["optimizers"] == {"0": "ssp:1,momentum=lookahead", "1": "ssp:1,momentum=lookahead,scale=sqrt"}
 
 
-def test_workers_of_which_one_cannot_are_told_what_all_can() -> None:
-    """One has its parameters on a GPU, the other has none. With what the line says they work together, as they did."""
+@pytest.mark.parametrize("name", RULES)
+def test_workers_with_a_gpu_and_without_one_train_together(name: str) -> None:
+    """What is chosen does not depend on where parameters are; with the stand-in for a GPU at worker 1."""
+    make, scale = RULES[name]
 
-    def work(session: Session, sync: str | None = None) -> str:
+    def work(session: Session) -> tuple[str, Tensors]:
         if session.rank == 1:
             session.devices = Devices(HostDevice())
-        return plain(SGD, sync=sync)().spec.text
+        params = copied(START)
+        optimizer = DistributedOptimizer(make(params))
+        set_gradients(params, gradient([param.detach() for param in params], session.rank, 0))
+        optimizer.step()
+        done.wait(10)
+        optimizer.consolidate()
+        done.wait(10)
+        return optimizer.spec.text, [param.detach().clone() for param in params]
 
-    with (
-        ThreadJob(2, 1, "asp") as job,
-        pytest.raises(UsageError, match="; give the option momentum=server, which is possible"),
-    ):
-        job.run(work)
+    done = threading.Barrier(2)
     with ThreadJob(2, 1, "asp") as job:
-        assert job.run(lambda session: work(session, "asp,momentum=server")) == ["asp,momentum=server"] * 2
+        (text, end), (other, same) = job.run(work)
+    assert text == other
+    assert parse_spec(text).worker_momentum
+    assert_equal(end, same)
+    start = [param.detach() for param in START]
+    changes = [ByHand(make).change(start, gradient(start, rank, 0)) for rank in range(2)]
+    assert_close(end, [at + scale * (one + two) for at, one, two in zip(start, *changes, strict=True)], rtol=1e-11)

@@ -324,10 +324,7 @@ def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSp
     for field_name, meaning in _COMPARED.items():
         ours, theirs = getattr(optimizer_spec, field_name), getattr(first, field_name)
         if ours != theirs:
-            # What is chosen for an optimizer depends on where its parameters are: on a GPU, or not.
-            chosen = field_name == "sync" and bool(optimizer_spec.fallback or first.fallback)
-            fix = "; give the option momentum=server, which is possible on both" if chosen else ""
-            return f"{meaning} is {ours!r} at worker {worker} and {theirs!r} at worker {clock.first}{fix}"
+            return f"{meaning} is {ours!r} at worker {worker} and {theirs!r} at worker {clock.first}"
     difference = first_difference(optimizer_spec.tensors, first.tensors) or table_difference(
         optimizer_spec.tables, first.tables
     )
