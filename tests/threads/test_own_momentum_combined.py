@@ -28,6 +28,8 @@ from tabled import lookup_batches, lookup_model
 from torch import nn
 
 from polytempo.compression.chain import parse_chain, parse_compression
+from polytempo.device.devices import Devices
+from polytempo.device.host_device import HostDevice
 from polytempo.errors import UsageError
 from polytempo.records.files import read_meta
 from polytempo.reducer.optimizer_spec import HyperParameters
@@ -487,3 +489,31 @@ def test_what_was_chosen_is_recorded_for_each_optimizer_and_replays(tmp_path: Pa
     meta = read_meta(tmp_path)
     assert meta["spec"] == "ssp:1"
     assert meta["job"]["optimizers"] == {"0": "ssp:1,momentum=lookahead", "1": "ssp:1,momentum=lookahead,scale=sqrt"}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_workers_with_a_gpu_and_without_one_train_together(name: str) -> None:
+    """What is chosen does not depend on where parameters are; with the stand-in for a GPU at worker 1."""
+    make, scale = RULES[name]
+
+    def work(session: Session) -> tuple[str, Tensors]:
+        if session.rank == 1:
+            session.devices = Devices(HostDevice())
+        params = copied(START)
+        optimizer = DistributedOptimizer(make(params))
+        set_gradients(params, gradient([param.detach() for param in params], session.rank, 0))
+        optimizer.step()
+        done.wait(10)
+        optimizer.consolidate()
+        done.wait(10)
+        return optimizer.spec.text, [param.detach().clone() for param in params]
+
+    done = threading.Barrier(2)
+    with ThreadJob(2, 1, "asp") as job:
+        (text, end), (other, same) = job.run(work)
+    assert text == other
+    assert parse_spec(text).worker_momentum
+    assert_equal(end, same)
+    start = [param.detach() for param in START]
+    changes = [ByHand(make).change(start, gradient(start, rank, 0)) for rank in range(2)]
+    assert_close(end, [at + scale * (one + two) for at, one, two in zip(start, *changes, strict=True)], rtol=1e-11)

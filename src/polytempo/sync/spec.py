@@ -142,6 +142,11 @@ class Spec:
         return float(self.options.get("spike", 0.0))
 
     @property
+    def at_workers(self) -> bool:
+        """Does each worker keep the state of an optimizer of its own?"""
+        return self.averaging is not None or bool(self.worker_momentum)
+
+    @property
     def needs_server(self) -> str:
         """Why momentum must stay on the servers in this mode; empty where it need not."""
         return "dc and dca correct gradients there" if self.corrections.compensation else ""
