@@ -25,8 +25,9 @@ All but `live` is in virtual time (`asynchronous_runs.py`): real gradients on th
 
 Each run is a line of out/proof/asynchronous.jsonl, with all its settings; what is there is not run again. So a long part can
 be made in several calls, and parts on several machines: put the lines of their files together. (The GPT learns the standard
-library of its Python; runs on another text are not counted.) The file is to be removed when a mode has changed. What all
-lines sum up to goes to out/proof/asynchronous.{md,json}, and, when no run is missing, to docs/figures/asynchronous.json.
+library of its Python: only runs of one text are summed up, that of which there are most.) The file is to be removed when a
+mode has changed. What all lines sum up to goes to out/proof/asynchronous.{md,json}, and, when no run is missing, to
+docs/figures/asynchronous.json.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import argparse
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -186,6 +188,14 @@ def grid_table(work: str, means: dict[tuple[float, float], float], rate: float) 
 # All of it.
 
 
+def of_one_text(runs: dict[Run, Ended]) -> dict[Run, Ended]:
+    """Of the GPT those runs that learned the text of which there are most, as if it were this machine's."""
+    texts = Counter(job.data for job in runs if job.data)
+    most = max(texts, key=lambda text: texts[text], default="")
+    here = text_digest() if texts else ""
+    return {replace(job, data=here if job.data else ""): ended for job, ended in runs.items() if job.data in ("", most)}
+
+
 def judged_of(cell: Cell, runs: dict[Run, Ended], rates: Rates) -> Judged | None:
     """A cell with the seeds that have a run and one of `bsp`; None: there is none."""
     pairs = [(seed, cell.run(seed, rates), cell.base.run(seed, rates)) for seed in cell.seeds]
@@ -227,7 +237,7 @@ def asynchronous(
     cells = {part: [cell for cell in cells_of(part) if cell.work in works] for part in PARTS if part != "tune"}
     needed = works if "tune" in parts else dict.fromkeys(cell.work for part in parts for cell in cells[part])
     make([job for name in needed for job in grid_of(name)], jobs)
-    there = kept_runs(file, Run, "ended")
+    there = of_one_text(kept_runs(file, Run, "ended"))
     grids = {name: grid_means(name, there) for name in works if all(job in there for job in grid_of(name))}
     rates = {name: best_rate(means, least=name == "gpt") for name, means in grids.items()}
     for part in parts:
@@ -236,7 +246,7 @@ def asynchronous(
         wanted = [cell.run(seed, rates) for seed in most for cell in of if seed in cell.seeds]
         make(wanted, 1 if part == "live" else jobs)  # a live job has processes of its own
 
-    there = kept_runs(file, Run, "ended")
+    there = of_one_text(kept_runs(file, Run, "ended"))
     known = [cell for of in cells.values() for cell in of if cell.work in rates]
     judged = [one for cell in known if (one := judged_of(cell, there, rates)) is not None]
     missing = sum(cell.run(seed, rates) not in there for cell in known for seed in cell.seeds)

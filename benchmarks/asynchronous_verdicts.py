@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from polytempo.errors import counted
 from polytempo.report.table import TextTable
 
 #: Of the t distribution with 1, 2, ... degrees of freedom: 95 % lie between minus this and this.
@@ -112,9 +113,9 @@ def _table(part: str, judged: Sequence[Judged]) -> TextTable:
         of = [cells.get((mode, workers, "even" if mode == "bsp" else cluster)) for workers, cluster in columns]
         rows.append((mode, *("-" if one is None else one.text for one in of)))
     first = judged[0]
-    counts = sorted({len(one.seeds) for one in judged})
-    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    settings = f"rate {first.rate:g}, momentum {first.momentum:g}, {first.samples:,} samples, {seeds} seeds"
+    counts = [len(one.seeds) for one in judged]
+    seeds = counted(counts[0], "seed") if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} seeds"
+    settings = f"rate {first.rate:g}, momentum {first.momentum:g}, {first.samples:,} samples, {seeds}"
     title = f"{NAMES[part]} ({settings}): {WHAT[part]}"
     heads = [f"{workers} workers,\n{CLUSTERS[cluster]}" for workers, cluster in columns]
     return TextTable(title, ("mode", *heads), tuple(rows))
@@ -128,10 +129,11 @@ def short_table(judged: Sequence[Judged]) -> TextTable:
         "gpt": "GPT, loss",
         OWN_RATE: "GPT at the example's rate, loss",
     }
-    shown = [one for one in judged if one.part in names and one.cluster == "even"]
+    shown = [one for part in names for one in judged if (one.part, one.cluster) == (part, "even")]
     modes = [*dict.fromkeys(one.mode for one in shown if not one.mode.endswith(BEFORE)), f"asp{BEFORE}"]
     rows = []
-    for part, workers in dict.fromkeys((one.part, one.workers) for one in shown):
+    sizes = [(part, n) for part in names for n in sorted({one.workers for one in shown if one.part == part})]
+    for part, workers in sizes:
         found = [one for one in shown if (one.part, one.workers) == (part, workers)]
         ends, after = {one.mode: one.ends for one in found}, 3 if found[0].of_losses else 1
         of = [f"{statistics.mean(ends[mode]):.{after}f}" if mode in ends else "" for mode in modes]

@@ -51,6 +51,15 @@ def test_a_difference_is_taken_from_bsp_of_the_same_seed() -> None:
     assert asynchronous.judged_of(cell, {}, rates) is None
 
 
+def test_of_the_gpt_runs_of_one_text_are_compared() -> None:
+    """Runs of another machine, whose library differs, count where they are more."""
+    digits = asynchronous.run_of("digits", 4, "even", "asp", 0.2, 0.9, 0)
+    other = [replace(GPT, data="another", seed=seed) for seed in range(2)]
+    found = asynchronous.of_one_text({GPT: {"loss": 1.0}, **{run: {"loss": 2.0} for run in other}, digits: {"loss": 3.0}})
+    assert found == {GPT: {"loss": 2.0}, replace(GPT, seed=1): {"loss": 2.0}, digits: {"loss": 3.0}}
+    assert asynchronous.of_one_text({digits: {"loss": 3.0}}) == {digits: {"loss": 3.0}}
+
+
 def test_a_delayed_worker_has_four_exchanges_under_way() -> None:
     run = asynchronous.run_of("digits", 8, "slow", "delay:4", 0.1, 0.9, 0)
     cluster = asynchronous_runs.cluster_of(run)
