@@ -67,6 +67,11 @@ def save(folder: Path, name: str, tables: list[TextTable], data: object) -> None
     print(text)
 
 
+def as_text(data: object) -> str:
+    """JSON for a file that people read: a list of numbers is on one line."""
+    return re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(data, indent=1)) + "\n"
+
+
 def fill_in(page: Path, folder: Path, names: Iterable[str]) -> None:
     """Replace what stands between "<!-- NAME -->" and "<!-- end -->" by the table of that case."""
     text = page.read_text(encoding="utf-8")

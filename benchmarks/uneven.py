@@ -1,53 +1,51 @@
-"""Time to a target accuracy of all modes on four clusters, in virtual time: the bars of `bsp+balance` and `anytime`.
+"""Time to a target accuracy of all modes on four clusters, in virtual time, at the rate that is best for `bsp`.
 
-Fashion-MNIST, a perceptron with one hidden layer, SGD with momentum 0.9, 4 workers with 64 samples a step, real gradients on
-a simulated clock:
+Fashion-MNIST, a perceptron with one hidden layer, SGD with momentum 0.9, 4 workers with 64 samples a step, real gradients
+on a simulated clock:
 
     uniform     every step takes 1
     slow        one worker is 3 times slower
     stalls      5 % of all steps take 10 more
     both
 
-Each mode takes the best of three learning rates, by the median over the seeds of the time to 87 %; asynchronous modes divide
-the rate by the number of workers, as always. A run that has not reached the target by the horizon counts as the horizon. The
-accuracy is that of all 10,000 test pictures, every 10 units of time once it is within three points of the target, and
-every 100 before.
+The rate is chosen once, for `bsp` on the uniform cluster: the soonest of three, by the median over five seeds from 100
+on, which are not measured, of the time to 87 %. All modes on all clusters have that one; asynchronous modes divide it by
+the number of workers, as always. A run that has not reached the target by the horizon counts as the horizon. The accuracy
+is that of all 10,000 test pictures, every 10 units of time once it is within three points of the target, and every 100
+before.
 
-In virtual time `bsp` leaves out the pictures at the end of an epoch that fill no joint batch, 96 of 60,000; the two modes do
-not. With `--whole` no mode has them: then on the uniform cluster all rounds of the three have the same samples, and only
-rounding differs. (The option came after the first measurement, to tell noise from a difference between modes.)
+In virtual time `bsp` leaves out the pictures at the end of an epoch that fill no joint batch, 96 of 60,000; `bsp+balance`
+and `anytime` do not. With `--whole` no mode has them: then on the uniform cluster all rounds of the three have the same
+samples, and only rounding differs. (The option came after the first measurement, to tell noise from a difference between
+modes.)
 
-Bars: `anytime` takes at most 1.05 times as long as `bsp` on the uniform cluster, and on the others the better of `anytime`
-and `bsp+balance` is at least 1.3 times as fast as the best of the others. They are judged at the horizon of the runs and,
-from the same runs, at two thirds of it. Settings (momentum, rates, the two modes' own) were chosen on seeds from 100 on,
-which are not measured.
+Bars: on the uniform cluster `anytime` takes at most 1.05 times as long as `bsp`, `asp` and `dssp:3..15` at most 1.1
+times; with one slow worker `asp` takes at most 1.15 times as long as the better of `bsp+balance` and `anytime`.
 
-Each run is a line of out/proof/uneven.jsonl, written when it ends; what is there is not run again, so the file is to be
-removed when a mode has changed. What they sum up to goes to docs/figures/uneven.json, from which `docs/figures/uneven.py`
-draws. The 420 runs take about 25 minutes on two cores that have nothing else to do.
+Each run is a line of out/proof/uneven.jsonl, written when it ends, its mode written out as the optimizer settles it
+(`asp,momentum=lookahead`); what is there is not run again, so the file is to be removed when a mode has changed. What
+they sum up to goes to docs/figures/uneven.json, from which `docs/figures/uneven.py` draws. The 155 runs take about ten
+minutes on two cores that have nothing else to do.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import re
 import statistics
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-
-from measure import save
+from kept_runs import make_runs
+from measure import as_text, save
 from polytempo.errors import UsageError
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup
+from polytempo.sync.spec import parse_spec
 
 OUT = Path("out/proof")
 FIGURES = Path(__file__).parents[1] / "docs" / "figures" / "uneven.json"
@@ -68,15 +66,36 @@ NAMES = {
 }
 OTHERS = ("bsp", "ssp:3", "ssp:10", "dssp:3..15", "asp")
 OURS = ("bsp+balance", "anytime:auto")
+MODES = (*OTHERS, *OURS)
 RATES, MOMENTUM = (0.02, 0.05, 0.1), 0.9
-TARGET, HORIZON, SHORTER = 0.87, 2400.0, 1600.0
+TUNING = range(100, 105)  #: seeds
+TARGET, HORIZON = 0.87, 2400.0
 OFTEN, SELDOM, NEAR = 10.0, 100.0, 0.03
-AT_MOST, AT_LEAST = 1.05, 1.3
+#: Cluster, mode, modes of which the soonest is what it is compared with, and how much longer it may take.
+BARS = (
+    ("uniform", "anytime:auto", ("bsp",), 1.05),
+    ("uniform", "asp", ("bsp",), 1.1),
+    ("uniform", "dssp:3..15", ("bsp",), 1.1),
+    ("slow", "asp", OURS, 1.15),
+)
 
-#: cluster, mode, rate, seed
-Job = tuple[str, str, float, int]
 #: Virtual time and accuracy.
 Curve = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """All settings of a run; the key of its line."""
+
+    cluster: str
+    sync: str  #: with what it leaves to the optimizer written out
+    rate: float
+    seed: int
+
+
+def settled(mode: str) -> str:
+    """A mode as the optimizer settles it."""
+    return parse_spec(mode).settled("SGD", [{"momentum": MOMENTUM}], workers=EVEN.workers).text
 
 
 class Reached(Exception):
@@ -123,93 +142,69 @@ def run(job: Job, folder: Path, whole: bool = False) -> Curve:
     from polytempo.simulate.dealt_trainer import VirtualDealtTrainer
     from polytempo.simulate.run import simulate_job
     from polytempo.simulate.virtual_training import trainer_of
-    from polytempo.sync.spec import parse_spec
 
     torch.set_num_threads(1)
-    name, sync, rate, seed = job
-    cluster, (train, test), spec = CLUSTERS[name], _data(folder, whole), parse_spec(sync)
-    shards = Shards(len(train[0]), cluster.workers, [cluster.batch] * cluster.workers, seed)
-    optimizer = partial(torch.optim.SGD, lr=rate, momentum=MOMENTUM)
+    cluster, (train, test), spec = CLUSTERS[job.cluster], _data(folder, whole), parse_spec(job.sync)
+    shards = Shards(len(train[0]), cluster.workers, [cluster.batch] * cluster.workers, job.seed)
+    optimizer = partial(torch.optim.SGD, lr=job.rate, momentum=MOMENTUM)
     loss = torch.nn.functional.cross_entropy
-    trainer = trainer_of(spec)(fashion_mnist_model(seed), train, shards, loss, optimizer, spec)
+    trainer = trainer_of(spec)(fashion_mnist_model(job.seed), train, shards, loss, optimizer, spec)
     if isinstance(trainer, VirtualDealtTrainer):
         trainer.one_pass = True
     looks = Looks(*test)
     trainer.observers.append(lambda now: looks.look(trainer.master, now))
     with contextlib.suppress(Reached):
-        simulate_job(cluster, sync, seed=seed, trainer=trainer, observe_every=OFTEN, seconds=HORIZON)
+        simulate_job(cluster, spec.text, seed=job.seed, trainer=trainer, observe_every=OFTEN, seconds=HORIZON)
     return looks.curve
-
-
-def kept_runs(file: Path) -> dict[Job, Curve]:
-    """The runs that have been made before."""
-    if not file.exists():
-        return {}
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    runs = {(one["cluster"], one["sync"], one["rate"], one["seed"]): one["curve"] for one in lines}
-    return {job: [(at, right) for at, right in curve] for job, curve in runs.items()}
-
-
-def make_runs(wanted: list[Job], folder: Path, file: Path, jobs: int, whole: bool = False) -> dict[Job, Curve]:
-    """Make the runs that are not there; one line each, as they end."""
-    curves = kept_runs(file)
-    missing = [job for job in wanted if job not in curves]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, file.open("a", encoding="utf-8") as lines:
-        running = {pool.submit(run, job, folder, whole): job for job in missing}
-        for done in track(as_completed(running), "runs", len(missing)):
-            job = running[done]
-            curves[job] = done.result()
-            names = dict(zip(("cluster", "sync", "rate", "seed"), job, strict=True))
-            lines.write(json.dumps({**names, "curve": curves[job]}) + "\n")
-            lines.flush()
-    return {job: curves[job] for job in wanted}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A mode on a cluster, at its best rate."""
+    """A mode on a cluster, at one rate."""
 
-    rate: float
-    times: list[float | None]  #: of each seed; None: never
+    times: list[float | None]  #: of each seed; None: not by the horizon
     accuracies: list[float]  #: the best that was seen, of each seed
-    horizon: float
 
     @property
     def median(self) -> float:
-        return statistics.median(self.horizon if time is None else time for time in self.times)
+        return statistics.median(HORIZON if time is None else time for time in self.times)
 
     @property
     def text(self) -> str:
         missed = sum(time is None for time in self.times)
         if missed == len(self.times):
-            return f"never ({statistics.median(self.accuracies):.3f})"
+            return f"not by {HORIZON:,.0f} ({statistics.median(self.accuracies):.3f})"
         if 2 * missed > len(self.times):
-            return f"{missed} of {len(self.times)} never"
-        return f"{self.median:,.0f}" + (f", {missed} never" if missed else "")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"rate": self.rate, "median": self.median, "times": self.times, "accuracies": self.accuracies}
+            return f"{missed} of {len(self.times)} not by {HORIZON:,.0f}"
+        return f"{self.median:,.0f}" + (f", {missed} not by {HORIZON:,.0f}" if missed else "")
 
 
 Cells = dict[str, dict[str, Cell]]
 
 
-def best_of(curves: dict[Job, Curve], horizon: float = HORIZON) -> Cells:
-    """Of each mode on each cluster, the rate at which it is soonest."""
-    cells: dict[str, dict[str, list[Cell]]] = {}
-    rates = dict.fromkeys((cluster, sync, rate) for cluster, sync, rate, _ in curves)
-    for cluster, sync, rate in rates:
-        of = [curve for job, curve in sorted(curves.items()) if job[:3] == (cluster, sync, rate)]
-        of = [[(at, right) for at, right in curve if at <= horizon] for curve in of]
-        reached = [next((at for at, right in curve if right >= TARGET), None) for curve in of]
-        cell = Cell(rate, reached, [max(right for _, right in curve) for curve in of], horizon)
-        cells.setdefault(cluster, {}).setdefault(sync, []).append(cell)
-    return {cluster: {sync: min(of, key=_order) for sync, of in modes.items()} for cluster, modes in cells.items()}
+def cell_of(curves: Sequence[Curve]) -> Cell:
+    """Of runs that differ in their seed."""
+    reached = [next((at for at, right in curve if right >= TARGET), None) for curve in curves]
+    return Cell(reached, [max(right for _, right in curve) for curve in curves])
 
 
-def _order(cell: Cell) -> tuple[float, float]:
-    return cell.median, -statistics.median(cell.accuracies)
+def tried(curves: dict[Job, Curve]) -> dict[float, Cell]:
+    """`bsp` at each of the rates."""
+    return {rate: cell_of([curve for job, curve in curves.items() if job.rate == rate]) for rate in RATES}
+
+
+def best_rate(cells: dict[float, Cell]) -> float:
+    """That at which `bsp` is soonest; of two, that which has come further."""
+    return min(cells, key=lambda rate: (cells[rate].median, -statistics.median(cells[rate].accuracies)))
+
+
+def cells_of(curves: dict[Job, Curve]) -> Cells:
+    """All modes on all clusters, at one rate."""
+
+    def runs_of(cluster: str, mode: str) -> list[Curve]:
+        return [curve for job, curve in curves.items() if (job.cluster, job.sync) == (cluster, settled(mode))]
+
+    return {cluster: {mode: cell_of(runs_of(cluster, mode)) for mode in MODES} for cluster in CLUSTERS}
 
 
 @dataclass(frozen=True)
@@ -223,45 +218,45 @@ class UnevenBar:
 
 
 def bars(cells: Cells) -> list[UnevenBar]:
-    """The bars of the two modes."""
+    """How much longer modes take, and whether that is not too long."""
     found = []
-    for cluster, of in cells.items():
-        if cluster == "uniform":
-            ratio = of["anytime:auto"].median / of["bsp"].median
-            found.append(UnevenBar(cluster, f"anytime:auto / bsp, at most {AT_MOST:g}", ratio, ratio <= AT_MOST))
-            continue
-        best, other = (min(modes, key=lambda sync: of[sync].median) for modes in (OURS, OTHERS))
-        ratio = of[other].median / of[best].median
-        found.append(UnevenBar(cluster, f"{other} / {best}, at least {AT_LEAST:g}", ratio, ratio >= AT_LEAST))
+    for cluster, mode, others, most in BARS:
+        of = cells[cluster]
+        other = min(others, key=lambda one: of[one].median)
+        ratio = of[mode].median / of[other].median
+        found.append(UnevenBar(cluster, f"{mode} / {other}, at most {most:g}", ratio, ratio <= most))
     return found
 
 
-def tables(cells: Cells, shorter: Cells) -> list[TextTable]:
-    """Times and bars, for a terminal and for Markdown."""
-    modes = (*OTHERS, *OURS)
-    rows = [(NAMES[c], *(f"{of[m].text} [{of[m].rate:g}]" for m in modes)) for c, of in cells.items()]
-    verdicts = []
-    for bar, short in zip(bars(cells), bars(shorter), strict=True):
-        results = [f"{one.ratio:.2f} {'ok' if one.met else 'MISSED'}" for one in (bar, short)]
-        verdicts.append((NAMES[bar.cluster], bar.text, *results))
-    title = (
-        f"Virtual time to {TARGET:.0%}, median of {len(cells['uniform']['bsp'].times)} seeds [rate]; horizon {HORIZON:,.0f}"
-    )
-    heads = ("cluster", "bar", f"ratio, horizon {HORIZON:,.0f}", f"horizon {SHORTER:,.0f}")
-    return [TextTable(title, ("cluster", *modes), tuple(rows)), TextTable("Bars", heads, tuple(verdicts))]
+def tables(cells: Cells, at_rates: dict[float, Cell], rate: float) -> list[TextTable]:
+    """The choice of the rate, times and bars, for a terminal and for Markdown."""
+    choice = tuple(at_rates[one].text + "*" * (one == rate) for one in RATES)
+    heads = ("mode", *(f"rate {one:g}" for one in RATES))
+    others = len(at_rates[rate].times)
+    chosen = TextTable(f"bsp on even workers, median of {others} other seeds; * is taken", heads, (("bsp", *choice),))
+    rows = tuple((NAMES[c], *(of[mode].text for mode in MODES)) for c, of in cells.items())
+    seeds = len(cells["uniform"]["bsp"].times)
+    title = f"Virtual time to {TARGET:.0%} at rate {rate:g}, median of {seeds} seeds; horizon {HORIZON:,.0f}"
+    verdicts = [(NAMES[bar.cluster], bar.text, f"{bar.ratio:.2f} {'ok' if bar.met else 'MISSED'}") for bar in bars(cells)]
+    times = TextTable(title, ("cluster", *MODES), rows)
+    return [chosen, times, TextTable("Bars", ("cluster", "bar", "ratio"), tuple(verdicts))]
 
 
-def summary(cells: Cells, shorter: Cells, rates: tuple[float, ...]) -> dict[str, Any]:
+def summary(cells: Cells, at_rates: dict[float, Cell], rate: float) -> dict[str, Any]:
     """What the picture is drawn from."""
+
+    def as_dict(mode: str, cell: Cell) -> dict[str, Any]:
+        return {"sync": settled(mode), "median": cell.median, **asdict(cell)}
+
     return {
         "target": TARGET,
         "horizon": HORIZON,
         "seeds": len(cells["uniform"]["bsp"].times),
         "momentum": MOMENTUM,
-        "rates": list(rates),
-        "clusters": {c: {m: of[m].as_dict() for m in (*OTHERS, *OURS)} for c, of in cells.items()},
+        "rate": rate,
+        "bsp at rates": {f"{one:g}": as_dict("bsp", cell) for one, cell in at_rates.items()},
+        "clusters": {c: {mode: as_dict(mode, of[mode]) for mode in MODES} for c, of in cells.items()},
         "bars": [asdict(bar) for bar in bars(cells)],
-        "bars at a shorter horizon": {"horizon": SHORTER, "bars": [asdict(bar) for bar in bars(shorter)]},
     }
 
 
@@ -275,7 +270,7 @@ def uneven(
     figures: Path = FIGURES,
     whole: bool = False,
 ) -> None:
-    """The proof; `quick`: one seed and one rate, and nothing is written to docs."""
+    """The proof; `quick`: one seed each, and nothing is written to docs."""
     from polytempo.simulate.datasets import FASHION_MNIST
 
     folder = folder or FASHION_MNIST
@@ -284,21 +279,20 @@ def uneven(
     except UsageError as error:
         print(f"uneven: skipped, {error}")
         return
-    rates, numbers = (RATES[1:2], range(1)) if quick else (RATES, range(seeds))
-    wanted = [(c, m, r, s) for s in numbers for c in CLUSTERS for m in (*OURS, *OTHERS) for r in rates]
     file = file or OUT / f"uneven{'-whole' * whole}.jsonl"
-    curves = make_runs(wanted, folder, file, jobs, whole)
-    cells, shorter = best_of(curves), best_of(curves, SHORTER)
-    data = summary(cells, shorter, rates)
-    save(OUT, "uneven", tables(cells, shorter), data)
+    make = partial(make_runs, work=partial(run, folder=folder, whole=whole), file=file, result="curve", jobs=jobs)
+    at_rates = tried(make([Job("uniform", "bsp", rate, seed) for seed in TUNING[: 1 if quick else None] for rate in RATES]))
+    rate, numbers = best_rate(at_rates), range(1 if quick else seeds)
+    cells = cells_of(make([Job(c, settled(mode), rate, seed) for seed in numbers for c in CLUSTERS for mode in MODES]))
+    data = summary(cells, at_rates, rate)
+    save(OUT, "uneven", tables(cells, at_rates, rate), data)
     if not quick:
-        text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(data, indent=1))
-        figures.write_text(text + "\n", encoding="utf-8")
+        figures.write_text(as_text(data), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed and one rate; a few minutes")
+    parser.add_argument("--quick", action="store_true", help="one seed; a few minutes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(

@@ -120,11 +120,7 @@ TABLES = (pace_table, dssp_table, spread_table, delay_table)
 def page_with_tables(page: str) -> str:
     """The page, each table between its two marks made anew."""
     for make in TABLES:
-        table = make()
-        start, end = f"<!-- {table.title} -->\n", f"<!-- end of {table.title} -->"
-        before, rest = page.split(start)
-        _, after = rest.split(end)
-        page = f"{before}{start}{table.markdown()}{end}{after}"
+        page = make().put_into(page)
     return page
 
 

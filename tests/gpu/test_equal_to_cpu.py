@@ -98,15 +98,17 @@ def test_local_steps_and_neighbours(sync: str, flags: tuple[str, ...], bench: Be
     close(on_gpu(bench, ["SGD", "AdamW"], "-n", "2", "--sync", sync, *flags), on_cpu(["SGD", "AdamW"], 2, sync))
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp:1", "diloco:4,quorum=1,grace=0", "adpsgd:ring"])
+@pytest.mark.parametrize("sync", ["asp", "ssp:1", "delay:2", "diloco:4,quorum=1,grace=0", "adpsgd:ring"])
 def test_modes_whose_result_depends_on_the_order_of_two_workers(sync: str, bench: Bench) -> None:
     """Near the values of a loop with the whole batch; the outer momentum of DiLoCo goes farthest."""
-    found = on_gpu(bench, ["SGD"], "-n", "2", "--sync", sync, alike=False)
+    cases = ["SGD"] if "ring" in sync or "diloco" in sync else ["SGD", "SGD momentum", "AdamW"]
+    found, whole = on_gpu(bench, cases, "-n", "2", "--sync", sync, alike=False), on_cpu(cases, 2, "bsp")
     first = [param.detach() for param in network("cpu").parameters()]
-    for start, value, expected in zip(first, found["SGD"], on_cpu(["SGD"], 2, "bsp")["SGD"], strict=True):
-        assert bool(value.isfinite().all())
-        assert not torch.equal(start, value)
-        torch.testing.assert_close(value, expected, rtol=0, atol=0.3)
+    for case in cases:
+        for start, value, expected in zip(first, found[case], whole[case], strict=True):
+            assert bool(value.isfinite().all())
+            assert not torch.equal(start, value)
+            torch.testing.assert_close(value, expected, rtol=0, atol=0.3)
 
 
 def test_each_collective(bench: Bench) -> None:
@@ -118,12 +120,12 @@ def test_each_collective(bench: Bench) -> None:
 
 MODES = (
     *("bsp", "ssp:3", "dssp:3..15", "asp", "every:4", "delay:0", "downpour:push=8,fetch=8", "asup"),
-    *("local:4", "adacomm:4", "diloco:4"),
+    *("local:4", "adacomm:4", "diloco:4", "asp,momentum=lookahead", "ssp:3,momentum=worker", "delay:0,momentum=lookahead"),
 )
 
 
 @pytest.mark.parametrize("sync", MODES)
 def test_every_mode_with_one_worker(sync: str, bench: Bench) -> None:
     """`delay` and `downpour` go on while an exchange is under way, so only these forms of them have one result."""
-    cases = ["SGD"] if sync == "asup" else ["SGD", "SGD momentum", "AdamW"]
+    cases = ["SGD"] if sync == "asup" else ["SGD", "SGD momentum", "AdamW", *LAYOUTS[:1]]
     close(on_gpu(bench, cases, "-n", "1", "--sync", sync, "--servers", "1"), on_cpu(cases, 1, sync))

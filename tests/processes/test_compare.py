@@ -11,7 +11,7 @@ import polytempo as pt
 pt.init()
 torch.manual_seed(pt.rank())
 model = torch.nn.Linear(2, 1)
-optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+optimizer = pt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 for step in range(6):
     optimizer.zero_grad()
     loss = model(torch.randn(4, 2)).square().mean()
@@ -24,19 +24,19 @@ for step in range(6):
 
 def test_modes_are_compared_as_run_would_run_them_and_without_a_metric_by_speed(bench: Bench) -> None:
     (bench.folder / "train.py").write_text(SCRIPT)
-    modes = ("bsp", "ssp:1", "gossip:ring")
+    modes = ("bsp", "local:2", "ssp:1", "gossip:ring")
     command = ["compare", "-n", "2", *(part for mode in modes for part in ("--sync", mode)), "train.py", "loss"]
     done = bench.run(*command)
     assert done.returncode == 0, done.stderr
     folders = [bench.folder / "out" / "compare" / mode.replace(":", "-") for mode in modes]
     ways = [bench.meta(str(folder.relative_to(bench.folder)))["options"]["via"] for folder in folders]
-    assert ways == ["allreduce", "ps", "peers"]
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith(modes)][:3]
-    assert rows == ["bsp (allreduce)", "ssp:1", "gossip:ring (peers)"]
+    assert ways == ["allreduce", "allreduce", "ps", "peers"]
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith(modes)][:4]
+    assert rows == ["bsp (allreduce)", "local:2 (allreduce)", "ssp:1,momentum=lookahead", "gossip:ring (peers)"]
     assert "last" in done.stdout
     told = "train.py logged no accuracy, so modes are compared by their speed alone"
     early = done.stderr.index(told)
-    assert early < done.stderr.index("mode 2 of 3"), "as soon as it is known"
+    assert early < done.stderr.index("mode 2 of 4"), "as soon as it is known"
     assert told in done.stdout
     assert "(it logs loss)" in done.stdout
 

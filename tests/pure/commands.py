@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import typer
 
+import polytempo
 from polytempo.cli.main import app
+from polytempo.errors import JobEnded
 from polytempo.launcher.request import CheckedRequest
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -35,6 +37,8 @@ class Typed:
         stub, typed = ModuleType("local_job"), self
 
         class LocalJob:
+            cause = None
+
             def __init__(self, checked: CheckedRequest, *_: object) -> None:
                 typed.started.append(checked)
 
@@ -49,6 +53,12 @@ class Typed:
         program, *words = shlex.split(command)
         assert (program, words[0] in ("run", "compare")) == ("polytempo", True)
         assert app(words, standalone_mode=False, prog_name=program) == 1
+        return self.started[-1]
+
+    def launch(self, call: str, function: Callable[[], object]) -> CheckedRequest:
+        """What a `pt.launch` of this function would start, as it is written in a notebook; it raises what it refuses."""
+        with pytest.raises(JobEnded):
+            eval(call, {"pt": polytempo, function.__name__: function})
         return self.started[-1]
 
 

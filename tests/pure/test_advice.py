@@ -16,6 +16,7 @@ from test_step_cost import bsp_record
 
 from polytempo.cli.main import run
 from polytempo.errors import UsageError
+from polytempo.launcher.function_program import FunctionProgram
 from polytempo.launcher.request import CheckedRequest
 from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
@@ -155,6 +156,25 @@ def test_advice_from_a_record_says_what_it_cannot_tell_and_leaves_out_what_the_j
     assert typed.start(told["refused"].splitlines()[-1]).request.sync == "bsp"
     assert run(["advise", str(tmp_path / "arrays")]) == 2
     assert "would take none of the modes" in capsys.readouterr().err
+
+
+def train() -> None:
+    """What a notebook may launch."""
+
+
+def test_advice_from_a_record_of_launch_is_a_call_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: Typed
+) -> None:
+    """No script has the function: `polytempo run` would find none."""
+    with RecordWriter(tmp_path / "record") as writer:
+        for line in bsp_record([32], stalls=0.0):
+            writer.write(line)
+        writer.close({"size": 4, "spec": "bsp", "options": FunctionProgram(train).facts()})
+    assert run(["advise", str(tmp_path / "record"), "--model", "1MB", "--bandwidth", "1Gb/s"]) == 0
+    *words, call = capsys.readouterr().out.splitlines()
+    request = typed.launch(call, train).request
+    assert (request.program.name, request.size, request.sync) == ("train()", 4, "bsp+balance")
+    assert not any("--listen" in line for line in words), "launch has none"
 
 
 #: What a command may have beside its mode; N is the number of workers.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import cmath
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,14 +31,45 @@ HOROVOD = ast.parse((ROOT / "src/polytempo/horovod/__init__.py").read_text(encod
 COMMANDS = typer.main.get_command(app).commands
 
 
-@pytest.fixture(scope="module")
-def bounds() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bounds", ROOT / "docs/figures/bounds.py")
+def figures_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / "figures" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def bounds() -> ModuleType:
+    return figures_of("bounds")
+
+
+def test_the_page_on_asynchronous_training_is_up_to_date() -> None:
+    """Its table, and the words about it."""
+    stable = figures_of("stable_rates")
+    page = stable.PAGE.read_text(encoding="utf-8")
+    assert stable.table().put_into(page) == page, "run: make figures"
+    ahead, server, alone = (
+        stable.largest_stable_rate(way, 0.9, n) for way, n in (("lookahead", 4), ("server", 4), ("lookahead", 1))
+    )
+    assert "but a 27th of the rates that are stable for `bsp`" in page
+    assert stable.of_bsp(0.9) / server == pytest.approx(27.3, abs=0.1)
+    assert "6.3 times that of the servers, and two thirds of what" in page
+    assert ahead / server == pytest.approx(6.3, abs=0.05)
+    assert ahead / alone == pytest.approx(2 / 3, abs=0.02)
+
+
+@pytest.mark.parametrize(("way", "times", "degrees"), [("server", "5.1", "54"), ("lookahead", "1.6", "19")])
+def test_how_far_velocities_are_behind_at_their_limit(way: str, times: str, degrees: str) -> None:
+    stable = figures_of("stable_rates")
+    rates = stable.rates_on_the_circle(way, 0.9, 4, stable.ANGLES)
+    at = abs(rates - stable.largest_stable_rate(way, 0.9, 4)).argmin()
+    pushed = complex(stable.PUSHED[way](0.9, 4, cmath.exp(1j * stable.ANGLES[at])))
+    assert f"{abs(pushed):.1f}" == times
+    assert f"{-math.degrees(cmath.phase(pushed)):.0f}" == degrees
+    text = " ".join(stable.PAGE.read_text(encoding="utf-8").split())
+    assert f"{times} times the gradient and {degrees} degrees" in text
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from clusters import EVENTFUL, MODES
 from polytempo.records.files import to_text
 from polytempo.simulate.outcome import meta_of
 from polytempo.simulate.run import simulate_job
+from polytempo.sync.spec import parse_spec
 
 
 def before_312(terms: Iterable[float], start: float = 0) -> float:
@@ -38,6 +39,20 @@ def test_golden(
     meta = meta_of(outcome, EVENTFUL, seed=7)
     meta["versions"] = {}
     golden(f"{sync.replace(':', '-').replace(',', '-')}.jsonl", "\n".join([*texts, json.dumps(meta)]) + "\n")
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp:3", "dssp:1..6", "dssp-paper:1..6", "every:4", "delay:3"])
+def test_what_a_default_writes_out_changes_no_event(sync: str, golden: Callable[[str, str], None]) -> None:
+    """Where momentum lives and how a push is scaled is in the spec, and nowhere else in a record."""
+    settled = parse_spec(sync).settled("AdamW", [{"betas": (0.9, 0.999)}], workers=4).text
+    assert settled == f"{sync},momentum=lookahead,scale=sqrt"
+    texts: list[str] = []
+    outcome = simulate_job(EVENTFUL, settled, seed=7, steps_each=15, record=lambda line: texts.append(to_text(line)))
+    meta = meta_of(outcome, EVENTFUL, seed=7) | {"versions": {}}
+    assert settled not in "".join(texts)
+    told = "\n".join([*texts, json.dumps(meta)]) + "\n"
+    assert told.count(settled) == 2
+    golden(f"{sync.replace(':', '-')}.jsonl", told.replace(settled, sync))
 
 
 @pytest.mark.parametrize("sync", MODES)

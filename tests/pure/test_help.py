@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
@@ -52,6 +53,16 @@ def test_each_option_is_in_a_group(
     names = [option for shown_one in COMMANDS[name].params if not shown_one.hidden for option in shown_one.opts]
     assert [option for option in names if option.startswith("-") and f" {option} " not in shown] == [], "none is cut off"
     assert "…" not in shown
+
+
+def test_the_list_of_commands_is_in_groups_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    shown = capfd.readouterr().out
+    groups = {part.partition(" ")[0]: part for part in shown.split("╭─ ")[1:]}
+    assert list(groups) == ["Options", "Jobs", "Predictions", "Records"]
+    assert "--install-completion" in groups.pop("Options")
+    listed = [name for part in groups.values() for name in re.findall(r"^│ ([a-z]+) ", part, re.MULTILINE)]
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from random import Random
 
 import pytest
 from commands import COMMANDS, OPTION, Typed, commands_in, options_of, parse
+from strategy_costs import machine
+from test_explanation import LINK, measured
 
 from polytempo.cli.compare import _show
 from polytempo.cli.main import run
@@ -18,6 +20,8 @@ from polytempo.pipeline.layer_profile import Layer, Profile, save_profile
 from polytempo.report.live import LiveRun, RepeatedRun
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.run import simulate_job
+from polytempo.strategy.explanation import explain_plan
+from polytempo.strategy.search import SearchSpace, search
 from polytempo.sync.spec import MODES, parse_spec
 
 PACKAGE = Path(__file__).parents[2] / "src" / "polytempo"
@@ -25,6 +29,11 @@ PACKAGE = Path(__file__).parents[2] / "src" / "polytempo"
 OTHERS = {"--version", "--install-completion", "--blocks", "--lr"}
 #: Words behind `polytempo` in sentences of which it is the subject.
 PROSE = {"as", "drew", "rounds"}
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
+    return Typed(tmp_path, monkeypatch)
 
 
 @cache
@@ -118,6 +127,20 @@ def test_what_compare_prints_is_an_option_of_it(capsys: pytest.CaptureFixture[st
     assert parse("polytempo compare --repeats 5 train.py")["repeats"] == 5
 
 
+@pytest.mark.parametrize("world", [1, 2, 4, 6])
+def test_each_way_that_plan_shows_is_accepted_by_run(world: int, typed: Typed) -> None:
+    """Data, pipeline and tensor parallelism alone, the choice of `auto`, and the runner-up that its reason names."""
+    space, where = SearchSpace(world, 24), machine(world, 2, LINK)
+    profiles = measured(space)
+    shown = explain_plan(space, profiles, where, search(space, profiles, where))
+    ways = [row.name for row in shown.rows if row.prediction is not None]
+    ways += re.findall(r"(?:data|pipe|tensor)=[a-z0-9=,]*[a-z0-9]", shown.why)
+    assert len(set(ways)) >= min(world, 3)
+    for way in ways:
+        request = typed.start(f"polytempo run --strategy {way} train.py").request
+        assert request.size == world
+
+
 # What a refusal says to do.
 
 
@@ -145,10 +168,8 @@ def refusal(typed: Typed, options: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_refusal_says_to_do_is_accepted_in_the_end(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed, dice, refusals = Typed(tmp_path, monkeypatch), Random(seed), 0
+def test_what_a_refusal_says_to_do_is_accepted_in_the_end(seed: int, typed: Typed) -> None:
+    dice, refusals = Random(seed), 0
     choices = {
         "--sync": [mode.example for mode in MODES.values()],
         "--via": ["", "", "ps", "allreduce"],

@@ -228,6 +228,7 @@ PURE = (
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
 VIRTUAL = (
     "simulate/datasets.py",
+    "simulate/virtual_momentum.py",
     "simulate/virtual_training.py",
     "simulate/gradient_trainer.py",
     "simulate/local_trainer.py",

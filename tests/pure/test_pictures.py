@@ -177,7 +177,11 @@ def uneven() -> None:
     module.draw(json.loads((module.HERE / "uneven.json").read_text()))
 
 
-@pytest.mark.parametrize("draw", [bounds, local_steps, uneven])
+def stable_rates() -> None:
+    figures_of("stable_rates").draw()
+
+
+@pytest.mark.parametrize("draw", [bounds, local_steps, stable_rates, uneven])
 def test_the_pictures_of_the_docs(draw: Callable[[], None], drawn: list[Any]) -> None:
     draw()
     checked(drawn)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from polytempo.errors import UsageError
-from polytempo.launcher.program import ModuleProgram, ScriptProgram, find_module, program_of, ran
+from polytempo.launcher.function_program import FunctionProgram
+from polytempo.launcher.program import ModuleProgram, ScriptProgram, command_again, find_module, program_of
 
 
 @pytest.fixture
@@ -69,7 +70,9 @@ def test_what_the_record_says_of_it() -> None:
     script, module = program_of("train.py", ["-q"], False), program_of("shop.train", None, True)
     assert (script, module) == (ScriptProgram("train.py", ("-q",)), ModuleProgram("shop.train"))
     assert (script.name, module.name) == ("train.py", "-m shop.train")
-    assert ran(script.facts()) == ["train.py"]
-    assert ran(module.facts()) == ["-m", "shop.train"]
-    assert ran({}) == ["train.py"]
+    given = {"n": 4, "sync": "ssp:3"}
+    assert command_again(script.facts(), given) == command_again({}, given) == "polytempo run -n 4 --sync ssp:3 train.py"
+    assert command_again(module.facts(), given) == "polytempo run -n 4 --sync ssp:3 -m shop.train"
+    function = FunctionProgram(test_what_the_record_says_of_it)
+    assert command_again(function.facts(), given) == 'pt.launch(test_what_the_record_says_of_it, n=4, sync="ssp:3")'
     assert find_module(os.path.basename(__file__)) is None

@@ -12,6 +12,7 @@ from polytempo.cli.compare import _which
 from polytempo.errors import UsageError
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
+from polytempo.report.shortfall import falls_short, short_of_bsp
 from polytempo.report.table import (
     comparison,
     scaling_table,
@@ -70,10 +71,19 @@ def test_markdown_has_one_row_a_mode() -> None:
 
 
 def test_the_verdict_names_the_first_and_those_who_never_get_there() -> None:
-    assert verdict(RUNS, 0.9) == "ssp:3 reaches 90 % first, after 4 s; bsp takes 2.50x as long; asp does not get there"
+    end = f"{OUTCOMES[3].seconds:g}"
+    first = "ssp:3 reaches 90 % first, after 4 s; bsp takes 2.50x as long"
+    assert verdict(RUNS, 0.9) == f"{first}; asp does not by {end} s"
     assert verdict(RUNS, 0.95) == "none reaches 95 %; the best, bsp, ends at 90.0 %"
     rows = trained_comparison(RUNS, 0.9, "").rows
-    assert [row[:3] for row in rows] == [("bsp", "10", "90.0"), ("ssp:3", "4", "90.0"), ("asp", "-", "50.0")]
+    assert [row[:3] for row in rows] == [("bsp", "10", "90.0"), ("ssp:3", "4", "90.0"), ("asp", f"not by {end}", "50.0")]
+
+
+def test_a_long_time_is_written_as_people_do() -> None:
+    runs = [Run(replace(OUTCOMES[0], seconds=2400.0), curve) for curve in (((1080.0, 0.9),), ((2400.0, 0.8),))]
+    table = trained_comparison(runs, 0.87, "", "f1")
+    assert table.heads[1:4] == ("87 % at\n(s)", "final\nf1 (%)", "time\n(s)")
+    assert [row[1:4] for row in table.rows] == [("1,080", "90.0", "2,400"), ("not by 2,400", "80.0", "2,400")]
 
 
 def logging(sync: str, curve: tuple[tuple[float, float], ...] = (), **logged: float) -> RepeatedRun:
@@ -109,14 +119,16 @@ def test_of_a_record_only_numbers_are_metrics() -> None:
     lines = [{"t": 3.0 + place, "kind": "metric", "worker": 0, **values} for place, values in enumerate(logged)]
     run = live_run([release, *lines], meta)
     assert (run.curve[0], len(run.curve), run.logged["loss"], "note" in run.logged) == ((1.0, 0.5), 2, 3.0, False)
-    assert (run.outcome.via, run.outcome.max_lead) == ("allreduce", 2)
+    assert (run.outcome.sync, run.outcome.via, run.outcome.max_lead) == ("bsp", "allreduce", 2)
+    settled = {"optimizers": {"0": "asp,momentum=lookahead", "1": "asp"}}
+    assert live_run([release], meta | {"job": job | settled}).outcome.sync == "asp,momentum=lookahead"
 
 
 def test_of_runs_of_which_one_logged_the_metric_the_others_cells_are_empty() -> None:
     runs = [logging("bsp"), logging("asp", ((0.0, 0.1), (2.0, 0.95)))]
     rows = trained_comparison(runs, 0.9, "").rows
     assert [row[:3] for row in rows] == [("bsp", "-", "-"), ("asp", "2", "95.0")]
-    assert verdict(runs, 0.9) == "asp reaches 90 % first, after 2 s; bsp does not get there"
+    assert verdict(runs, 0.9) == "asp reaches 90 % first, after 2 s; of bsp nothing was logged"
     assert verdict(runs, 0.99) == "none reaches 99 %; the best, asp, ends at 95.0 %"
 
 
@@ -144,9 +156,61 @@ def test_pictures_that_cannot_be_drawn_are_refused_first() -> None:
         check_picture(Path("x.docx"))
 
 
+def rising(*values: float) -> tuple[tuple[float, float], ...]:
+    return tuple((float(place), value) for place, value in enumerate(values))
+
+
+FLAT = [0.5, 0.9, *[0.97, 0.968, 0.972, 0.97] * 3]
+
+
+@pytest.mark.parametrize(
+    ("looks", "short"),
+    [
+        ([*FLAT[:-1], 0.1], True),
+        ([*FLAT[:-1], 0.962], False),  # within a point
+        ([*[value - 0.02 for value in FLAT[:-1]], 0.957], True),  # a point and more, and the curve is flat
+        ([0.5, 0.6, 0.7, 0.8, 0.9], False),  # it still rises
+        ([0.5, 0.6, 0.7, 0.8, 0.99], False),
+        ([*FLAT[:-1], float("nan")], True),
+        ([0.961], False),
+        ([0.95], True),  # one look says nothing of chance
+    ],
+)
+def test_a_single_run_falls_short_by_more_than_a_point_and_more_than_it_moves(looks: list[float], short: bool) -> None:
+    assert falls_short([looks], [FLAT]) is short
+
+
+def test_several_runs_fall_short_by_more_than_they_differ() -> None:
+    base = [[0.5, 0.97], [0.5, 0.96], [0.5, 0.98]]
+    assert falls_short([[0.1, 0.95], [0.1, 0.94], [0.1, 0.945]], base)
+    assert not falls_short([[0.1, 0.99], [0.1, 0.90], [0.1, 0.945]], base)
+    assert not falls_short([[0.1, 0.962], [0.1, 0.961], [0.1, 0.9615]], base)
+
+
+def test_modes_below_bsp_are_named_in_one_line() -> None:
+    below = "below the accuracy of bsp (97.0 %) by more than a point and more than it varies"
+    bsp = Run(replace(OUTCOMES[0], via="ring"), rising(*FLAT))
+    asp, ssp = (Run(OUTCOMES[place], rising(*[value / 2 for value in FLAT])) for place in (3, 2))
+    assert short_of_bsp([bsp, asp, ssp]) == f"{below}: asp (48.5 %), ssp:3 (48.5 %)"
+    assert short_of_bsp([asp, bsp], "f1") == f"{below.replace('accuracy', 'f1')}: asp (48.5 %)"
+    assert short_of_bsp([bsp, Run(OUTCOMES[3], rising(*FLAT))]) == ""
+    assert short_of_bsp([asp, ssp]) == ""
+    assert short_of_bsp([bsp, Run(OUTCOMES[3], ())]) == ""
+    assert short_of_bsp([Run(OUTCOMES[0], rising(float("nan"))), asp]) == ""
+
+
+def test_the_ends_of_repeated_runs_are_their_means() -> None:
+    def of(sync: str, *ends: float) -> RepeatedRun:
+        outcome = replace(OUTCOMES[0], sync=sync)
+        return repeated([LiveRun(outcome, rising(0.1, end)) for end in ends], 0.9)
+
+    runs = [of("bsp", 0.97, 0.96, 0.98), of("asp", 0.2, 0.1, 0.3), of("ssp:3", 0.97, 0.96, 0.97)]
+    assert short_of_bsp(runs).endswith("bsp (97.0 %) by more than a point and more than it varies: asp (20.0 %)")
+
+
 def repeats(*times: float | None) -> RepeatedRun:
     curves = [((0.0, 0.1), (9.0, 0.5)) if time is None else ((0.0, 0.1), (time, 0.9)) for time in times]
-    return repeated([LiveRun(OUTCOMES[0], curve) for curve in curves], 0.9)
+    return repeated([LiveRun(replace(OUTCOMES[0], seconds=60.0), curve) for curve in curves], 0.9)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +219,9 @@ def repeats(*times: float | None) -> RepeatedRun:
         ((4.0,), "4"),
         ((4.0, 2.0, 7.0), "4 (2 to 7)"),
         ((4.0, 2.0), "2 (2 to 4)"),
-        ((4.0, None, 2.0), "4 (2 to never)"),
-        ((None, None, 2.0), "- (2 to never)"),
+        ((4.0, None, 2.0), "4 (2 to not by 60)"),
+        ((None, None, 2.0), "not by 60 (2 to not by 60)"),
+        ((None, None), "not by 60"),
     ],
 )
 def test_of_several_runs_the_middle_one_is_shown_with_the_range(times: tuple[float | None, ...], shown: str) -> None:

@@ -124,6 +124,7 @@ def test_names_of_the_namespaces() -> None:
         "cluster_from",
         "digits",
         "fashion_mnist",
+        "fashion_mnist_cnn",
         "simulate_job",
         "train_virtually",
     ]

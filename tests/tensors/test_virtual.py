@@ -14,7 +14,15 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.datasets import FASHION_MNIST, Shards, as_tensors, digits, fashion_mnist, find_task
+from polytempo.simulate.datasets import (
+    FASHION_MNIST,
+    Shards,
+    as_tensors,
+    digits,
+    fashion_mnist,
+    fashion_mnist_cnn,
+    find_task,
+)
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.gradient_trainer import VirtualTrainer, WeightHistory
 from polytempo.simulate.virtual_training import model_bytes, train_virtually
@@ -321,12 +329,38 @@ def test_tasks(tmp_path: Path) -> None:
         _write_idx(tmp_path / f"{name}-ubyte", shape)
     task = fashion_mnist(folder=tmp_path)
     assert [part.shape for pair in task.data for part in pair] == [(60, 784), (60,), (10, 784), (10,)]
+    small = fashion_mnist_cnn(folder=tmp_path)
+    assert small.model(small.data[1][0]).shape == (10, 10)
+    assert same(small.model, fashion_mnist_cnn(folder=tmp_path).model)
+    assert not same(small.model, fashion_mnist_cnn(1, folder=tmp_path).model)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"nonsense")
     with pytest.raises(UsageError, match="not an IDX file"):
         fashion_mnist(folder=tmp_path)
 
 
-@pytest.mark.skipif(not FASHION_MNIST.exists(), reason="Debian's package dataset-fashion-mnist is not installed")
+NEEDS_FILES = pytest.mark.skipif(
+    not FASHION_MNIST.exists(), reason="Debian's package dataset-fashion-mnist is not installed"
+)
+
+
+@NEEDS_FILES
+def test_the_convolutional_network_learns_as_it_is_suggested() -> None:
+    task = fashion_mnist_cnn()
+    run = train_virtually(
+        task.model,
+        task.data,
+        task.loss,
+        sync="asp",
+        cluster=Cluster(workers=4, batch=64),
+        optimizer=lambda p: torch.optim.SGD(p, lr=task.lr, momentum=task.momentum),
+        steps=320,
+        evaluate_every=1e9,
+    )
+    assert run.outcome.sync == "asp,momentum=lookahead"
+    assert run.accuracy > 0.78
+
+
+@NEEDS_FILES
 def test_fashion_mnist_learns() -> None:
     task = fashion_mnist()
     assert [len(part) for pair in task.data for part in pair] == [60_000, 60_000, 10_000, 10_000]

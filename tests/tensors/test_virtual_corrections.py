@@ -106,7 +106,7 @@ def test_trajectories(options: str, optimizer: Callable[..., object], update: Ca
 def test_momentum_of_equal_workers_is_the_published_one() -> None:
     """Three equal workers have a staleness of 2 from their first round on: 0.9 becomes 0.7, about."""
     _, corrected = train("asp,momentum=async", MOMENTUM, 1.0, 1.0, 1.0, steps=900)
-    _, published = train("asp", partial(torch.optim.SGD, lr=RATE, momentum=0.7), 1.0, 1.0, 1.0, steps=900)
+    _, published = train("asp,momentum=server", partial(torch.optim.SGD, lr=RATE, momentum=0.7), 1.0, 1.0, 1.0, steps=900)
     assert corrected == pytest.approx(published, abs=1e-4)
 
 

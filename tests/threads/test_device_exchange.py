@@ -33,15 +33,19 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("asp", 1, 2, {}),
     ("asp", 1, 1, {"apply": "delta", "clip_norm": 0.1}),
     ("ssp:1", 1, 1, {}),
+    ("asp,momentum=lookahead", 1, 2, {}),
+    ("asp,momentum=lookahead", 1, 2, {"of": "SGD"}),
+    ("asp,momentum=worker", 1, 1, {"of": "SGD", "clip_norm": 0.1}),
     ("local:3", 2, 2, {}),
     ("diloco:2", 2, 1, {}),
     ("diloco:4,fragments=2,overlap=1", 2, 1, {}),
 ]
 
 
-def model_and_optimizer(**options: Any) -> tuple[torch.nn.Module, DistributedOptimizer]:
+def model_and_optimizer(of: str = "Adam", **options: Any) -> tuple[torch.nn.Module, DistributedOptimizer]:
     model = copy.deepcopy(MODEL)
-    return model, DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model, **options)
+    chosen = {"momentum": 0.9, "weight_decay": 0.01} if of == "SGD" else {}
+    return model, DistributedOptimizer(getattr(torch.optim, of)(model.parameters(), lr=0.01, **chosen), model, **options)
 
 
 def make_step(model: torch.nn.Module, optimizer: DistributedOptimizer, batch: Batch) -> None:
@@ -90,7 +94,7 @@ def test_as_on_the_cpu_bit_for_bit(sync: str, workers: int, servers: int, option
     for (values, state, shared), (of_device, its_state, its_shared) in zip(*ends, strict=True):
         assert_equal(of_device, values)
         assert (shared, its_shared) == (False, True)
-        flat = [[v for entry in s.values() for v in entry.values() if torch.is_tensor(v)] for s in (its_state, state)]
+        flat = [[v for _, of in sorted(s.items()) for v in of.values() if torch.is_tensor(v)] for s in (its_state, state)]
         assert_equal(*flat)
 
 

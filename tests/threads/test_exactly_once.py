@@ -117,10 +117,34 @@ def test_a_push_sent_twice_counts_once(sync: str, servers: int) -> None:
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_adam_counts_its_steps_once_though_pushes_are_sent_twice(servers: int) -> None:
-    with ThreadJob(WORKERS, servers, "asp", retry=0.05) as job:
+    with ThreadJob(WORKERS, servers, "asp,momentum=server", retry=0.05) as job:
         results = push_all(job, twice, lambda params: torch.optim.Adam(params, lr=0.01))
     for _, state in results:
         assert [float(state["state"][i]["step"]) for i in range(len(SHAPES))] == [STEPS * WORKERS] * len(SHAPES)
+
+
+@pytest.mark.parametrize("how", ["twice", "lost"])
+@pytest.mark.parametrize("sync", ["asp", "delay:2"])
+def test_what_each_worker_has_pushed_with_momentum_of_its_own_counts_once(sync: str, how: str) -> None:
+    """The sum of g + m v of all workers, in whatever order; an optimizer that runs here has made its own steps, once."""
+    for make in (lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.01)):
+        prepare = twice if how == "twice" else lambda session: disturb(session, lambda shard: every(5 + shard, 0))
+        with LossyJob(WORKERS, 2, sync, retry=0.05) as job:
+            results = push_all(job, prepare, make)  # type: ignore[arg-type]
+        assert job.sequencer.clocks["0"].version == STEPS * WORKERS
+        states = [state["state"] for _, state in results]
+        if "step" in states[0][0]:
+            assert {float(own["step"]) for state in states for own in state.values()} == {STEPS}
+            continue
+        pushed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        for own in GRADIENTS:
+            velocities = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+            for step in own:
+                velocities = [0.9 * velocity + grad for velocity, grad in zip(velocities, step, strict=True)]
+                pushed = [p + g + 0.9 * v for p, g, v in zip(pushed, step, velocities, strict=True)]
+        wanted = [start.detach() - LR / WORKERS * total for start, total in zip(START, pushed, strict=True)]
+        for values, _ in results:
+            assert_close(values, wanted, rtol=1e-9)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])

@@ -146,7 +146,7 @@ def test_a_state_that_is_loaded_again_because_its_answer_was_lost_does_not_undo_
                 optimizer.step()
         return float(optimizer.state_dict()["state"][0]["step"])
 
-    with LossyJob(2, 2, "asp", retry=0.05) as job:
+    with LossyJob(2, 2, "asp,momentum=server", retry=0.05) as job:
         counts = job.run(work)
     assert counts[0] == 5 + 3
 

@@ -53,10 +53,12 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
 
 def train(session: Session, options: Mapping[str, Any], touch: str) -> list[torch.Tensor]:
+    given = dict(options)
+    rule = {"SGD": {"lr": 0.05, "momentum": 0.9}, "AdamW": {"lr": 0.01}}[name := given.pop("of", "SGD")]
     dice = torch.Generator().manual_seed(7 + session.rank)
     params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
     named = [(f"p{number}", param) for number, param in enumerate(params)]
-    optimizer = pt.DistributedOptimizer(torch.optim.SGD(params, lr=0.05, momentum=0.9), named_parameters=named, **options)
+    optimizer = pt.DistributedOptimizer(getattr(torch.optim, name)(params, **rule), named_parameters=named, **given)
     for step in range(5):
         factors = [torch.randn(param.shape, generator=dice) for param in params]
         used = [pair for number, pair in enumerate(zip(params, factors, strict=True)) if (number, step) != (0, 2)]
@@ -80,6 +82,12 @@ def train(session: Session, options: Mapping[str, Any], touch: str) -> list[torc
         (2, "bsp", {"compression": "topk:0.2"}),
         (1, "asp", {"apply": "delta"}),
         (2, "bsp", {"apply": "delta"}),
+        (1, "asp,momentum=lookahead", {}),
+        (1, "asp,momentum=lookahead", {"of": "AdamW"}),
+        (1, "asp,momentum=lookahead", {"compression": "topk:0.2"}),
+        (1, "delay:2,momentum=lookahead", {}),
+        (1, "delay:2,momentum=lookahead", {"of": "AdamW"}),
+        (1, "delay:2,momentum=lookahead", {"compression": "topk:0.2"}),
         (1, "downpour:push=2,fetch=3", {}),
         (2, "local:2", {}),
         (2, "diloco:4,fragments=2,overlap=1", {}),

@@ -84,7 +84,7 @@ def test_a_state_read_in_the_middle_of_asp_is_one_cut_and_loads_into_a_plain_opt
             optimizer.step()
         return states
 
-    with ThreadJob(3, 3, "asp") as job:
+    with ThreadJob(3, 3, "asp,momentum=server") as job:
         _, states, _ = job.run(work)
     counts = []
     for state in states:

@@ -31,9 +31,9 @@ from polytempo.cli.simulate import (
     simulate_all,
 )
 from polytempo.errors import UsageError, counted
-from polytempo.launcher.program import ran
+from polytempo.launcher.program import command_again
 from polytempo.records.files import read_meta
-from polytempo.report.advice import advice_table, run_command
+from polytempo.report.advice import advice_table, run_options
 from polytempo.report.straggler_costs import DEALT
 from polytempo.simulate.advice import advise as choose
 from polytempo.simulate.advice import situation_of
@@ -74,12 +74,12 @@ def advise(
         )
     like = source if source is not None and source.is_dir() else None
     file = source if like is None else None
-    meta: dict[str, Any] = read_meta(like) if like else {}
+    recorded: dict[str, Any] = read_meta(like).get("options", {}) if like else {}
     described = Experiment(cluster=load_experiment(file).cluster)  # it may also have modes, a budget and a training task
     settings = settle(described, flags | {"file": file}, like)
     advice = choose(simulate_all(settings, quiet=quiet))
     cluster, spec = settings.cluster, parse_spec(advice.best.sync)
-    command = run_command(advice.best, cluster, ran(meta.get("options", {})))
+    command = command_again(recorded, run_options(advice.best, cluster))
     found = say_assumptions(settings)
     total = samples or max(outcome.samples for outcome in advice.ranked)
     table = advice_table(
@@ -90,7 +90,7 @@ def advise(
     say_advice(settings, advice)
     if spec.measured:
         typer.echo(f"The script must deal its batches {DEALT}.")
-    if cluster.model_bytes:
+    if cluster.model_bytes and recorded.get("runs") != "function":
         typer.echo("Between hosts: add --listen HOST:PORT --expect N.")
     typer.echo(f"\n{command}")
     if json_file:

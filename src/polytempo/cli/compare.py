@@ -37,6 +37,7 @@ from polytempo.errors import UsageError, counted
 from polytempo.records.files import read_events, read_meta, records_below
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
+from polytempo.report.shortfall import short_of_bsp
 from polytempo.report.summary import divergence_in_words
 from polytempo.report.table import TextTable, speed_comparison, speed_verdict, trained_comparison, verdict
 
@@ -170,13 +171,15 @@ def _no_metric(script: str, metric: str, run: LiveRun | RepeatedRun) -> str:
 
 def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, script: str, metric: str) -> None:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-    table, says = _compared(runs, target, title)
+    table, says = _compared(runs, target, title, metric)
     typer.echo()
     typer.echo(table.text(width))
     typer.echo()
     typer.echo(says)
     for run in [one for several in runs for one in several.runs if one.diverged]:
         typer.echo(f"{run.outcome.sync}: {divergence_in_words(run.diverged)}")
+    if short := short_of_bsp(runs, metric):
+        typer.echo(short)
     if without := [run for run in runs if not run.curve]:
         names = ", ".join(run.outcome.sync for run in without)
         typer.echo(
@@ -189,8 +192,8 @@ def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, scri
     )
 
 
-def _compared(runs: list[RepeatedRun], target: float, title: str) -> tuple[TextTable, str]:
+def _compared(runs: list[RepeatedRun], target: float, title: str, metric: str) -> tuple[TextTable, str]:
     """The table and its verdict: by the time to the target where any run logged the metric, else by speed."""
     if any(run.curve for run in runs):
-        return trained_comparison(runs, target, title), verdict(runs, target)
+        return trained_comparison(runs, target, title, metric), verdict(runs, target)
     return speed_comparison(runs, title), speed_verdict([run.outcome for run in runs])

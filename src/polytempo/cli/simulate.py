@@ -35,6 +35,7 @@ from polytempo.errors import ClusterError, UsageError, counted
 from polytempo.records.files import RecordWriter, check_no_record, read_events, read_meta, refused_modes
 from polytempo.report.advice import CAVEAT, Assumption, assumption_lines, assumptions_of, use_line
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
+from polytempo.report.shortfall import short_of_bsp
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
 from polytempo.simulate.advice import Advice, advise, default_modes
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
@@ -140,7 +141,10 @@ def simulate(
     samples: Annotated[int | None, BudgetOption(help="Samples, summed over all workers.")] = None,
     seconds: Annotated[float | None, BudgetOption(help="Simulated seconds.")] = None,
     steps_each: Annotated[int | None, BudgetOption(help="Steps of each worker.")] = None,
-    train: Annotated[str | None, TrainingOption(help="Train for real in virtual time: digits or fashion-mnist.")] = None,
+    train: Annotated[
+        str | None,
+        TrainingOption(help="Train for real in virtual time: digits, fashion-mnist or fashion-mnist-cnn."),
+    ] = None,
     lr: Annotated[float | None, TrainingOption(help="Learning rate of the training (the task's).")] = None,
     target: Annotated[
         float | None, TrainingOption(help="Compare the time until this accuracy is reached (the task's).")
@@ -265,7 +269,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     torch.set_num_threads(1)  # small matrices: more threads are slower, and bits could depend on their number
     task = find_task(settings.train["task"])(settings.seed)
     target = settings.train.get("target", task.target)
-    optimizer = partial(torch.optim.SGD, lr=settings.train.get("lr", task.lr))
+    optimizer = partial(torch.optim.SGD, lr=settings.train.get("lr", task.lr), momentum=task.momentum)
     budget: dict[str, Any] = dict(settings.budget) or {"steps": task.steps * settings.cluster.workers}
     cluster, sources = settings.cluster, settings.sources
     if not cluster.model_bytes:
@@ -296,6 +300,8 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     say_assumptions(replace(settings, cluster=cluster, sources=sources))
     _print(trained_comparison(runs, target, title))
     _say(verdict(runs, target))
+    if short := short_of_bsp(runs):
+        _say(short)
     _write_json(json_file, [run.as_dict() for run in runs])
     if picture:
         draw_training(runs, target, picture, title)

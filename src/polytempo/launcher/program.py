@@ -7,7 +7,9 @@ does what that interpreter would do.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -113,10 +115,15 @@ def program_of(script: str, arguments: Sequence[str] | None, is_module: bool) ->
     return (ModuleProgram if is_module else ScriptProgram)(script, tuple(arguments or ()))
 
 
-def ran(options: Mapping[str, Any]) -> list[str]:
-    """The words after the options of a command that runs again what a recorded job ran."""
-    name = str(options.get("script", "train.py"))
-    return ["-m", name] if options.get("runs") == "module" else [name]
+def command_again(recorded: Mapping[str, Any], given: Mapping[str, str | int]) -> str:
+    """What starts again, with these options of `run`, what a recorded job ran: a command, or a call of `pt.launch`."""
+    name = str(recorded.get("script", "train.py"))
+    if recorded.get("runs") == "function":
+        options = ", ".join(f"{option}={json.dumps(value)}" for option, value in given.items())
+        return f"pt.launch({name.removesuffix('()')}, {options})"
+    flags = [("-n" if option == "n" else f"--{option}", str(value)) for option, value in given.items()]
+    words = [*(word for flag in flags for word in flag), *(["-m"] if recorded.get("runs") == "module" else []), name]
+    return shlex.join(["polytempo", "run", *words])
 
 
 def find_module(name: str) -> ModuleSpec | None:

@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 
-from polytempo.sync.momentum import RULES
+from polytempo.sync.momentum import FOLLOWS, RULES, calmed, share_of_joiner
 
 #: Elements that are worked on at a time.
 PIECE = 1 << 16
 #: In the state of an optimizer: a parameter's last change, without decoupled weight decay, for each unit of the rate.
 DIRECTION = "direction"
+#: In the same place: the running mean of the length of a parameter's gradient; and elements of which a length is taken.
+USUAL, SAMPLED = "usual_length", 1 << 14
+
+
+def known_name(optimizer: torch.optim.Optimizer) -> str:
+    """The name by which the rule knows an optimizer: that of its class, where it is torch's own; else empty."""
+    kind = type(optimizer)
+    return kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
 
 
 def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -39,20 +47,42 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
 
 
+def _grouped(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Parameter groups, each with those of these parameters that are in it."""
+    chosen = {id(param) for param in params}
+    for group in optimizer.param_groups:
+        if members := [param for param in group["params"] if id(param) in chosen]:
+            yield group, members
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as a dense tensor: itself, unless it is sparse."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    """Elements of a gradient by whose length its own is judged: all of a small one."""
+    every = gradient.numel() // SAMPLED
+    return gradient.reshape(-1)[:: every + 1] if every and gradient.is_contiguous() else gradient
+
+
 class GradientMomentum:
     """The momentum of one worker, of SGD.
 
     Args:
         optimizer: The worker's SGD, whose parameter groups say what to do in each step.
         looks_ahead: Push the look-ahead; otherwise what torch's SGD steps along.
+        spike: A gradient that is longer than so many times the usual length of its parameter's is shortened; 0: none is.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
-        self._optimizer, self._looks_ahead = optimizer, looks_ahead
+    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, spike: float = 0.0) -> None:
+        self._optimizer, self._looks_ahead, self._spike = optimizer, looks_ahead, spike
         self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, keeps: bool = True) -> float:
-        """Write what is pushed of a parameter into `out`, which may be `gradient` itself.
+        """Write what is pushed of a parameter on the CPU into `out`, which may be `gradient` itself.
 
         Args:
             param: The parameter, at the values that the gradient was taken on.
@@ -64,32 +94,75 @@ class GradientMomentum:
             The sum of what is pushed: it is not finite where an element is not.
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
-        momentum, decay, ahead = group["momentum"], group["weight_decay"], self._looks_ahead or group["nesterov"]
-        velocity = self._velocity(param) if momentum else None
-        tensors = [param.detach(), gradient, out, *(() if velocity is None else (velocity,))]
-        total = 0.0
-        for values, grad, target, *of_velocity in pieces(tensors):
-            if grad is not target:
+        velocity, total = [self._velocity(param, keeps)] if group["momentum"] else [], 0.0
+        factor = self._calm(param, gradient, keeps) if self._spike else 1.0
+        for values, grad, target, *own in pieces([param.detach(), gradient, out, *velocity]):
+            if factor != 1:
+                torch.mul(grad, factor, out=target)
+            elif grad is not target:
                 target.copy_(grad)
-            if group["maximize"]:
-                target.neg_()
-            if decay:
-                target.add_(values, alpha=decay)
-            if of_velocity:
-                own = of_velocity[0] if keeps else of_velocity[0].clone()
-                own.mul_(momentum).add_(target)
-                if ahead:
-                    target.add_(own, alpha=momentum)
-                else:
-                    target.copy_(own)
+            self._step(group, [values], [target], own if keeps else [one.clone() for one in own])
             total += target.sum().item()  # while it is in the cache
         return total
 
-    def _velocity(self, param: torch.Tensor) -> torch.Tensor:
-        state = self._optimizer.state[param]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        velocity: torch.Tensor = state["momentum_buffer"]
+    def pushes(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What is pushed of parameters on a device, by their `id`; the host waits for nothing. Those without a gradient are
+        left out."""
+        found: dict[int, torch.Tensor] = {}
+        for group, members in _grouped(self._optimizer, [param for param in params if param.grad is not None]):
+            out = [dense(param.grad).clone() for param in members]
+            if self._spike:
+                self._calm_all(members, out)
+            velocities = [self._velocity(param, keeps=True) for param in members] if group["momentum"] else []
+            self._step(group, [param.detach() for param in members], out, velocities)
+            found |= {id(param): pushed for param, pushed in zip(members, out, strict=True)}
+        return found
+
+    def _step(
+        self, group: dict[str, Any], values: list[torch.Tensor], out: list[torch.Tensor], velocities: list[torch.Tensor]
+    ) -> None:
+        """Make of gradients, which are in `out`, what is pushed."""
+        if group["maximize"]:
+            torch._foreach_neg_(out)
+        if group["weight_decay"]:
+            torch._foreach_add_(out, values, alpha=group["weight_decay"])
+        if not velocities:
+            return
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, out)
+        if self._looks_ahead or group["nesterov"]:
+            torch._foreach_add_(out, velocities, alpha=group["momentum"])
+        else:
+            torch._foreach_copy_(out, velocities)
+
+    def _calm(self, param: torch.Tensor, gradient: torch.Tensor, keeps: bool) -> float:
+        state = self._optimizer.state.get(param, {})
+        length = float(torch.linalg.vector_norm(_sample(gradient)))
+        factor, usual = calmed(length, float(state.get(USUAL, 0.0)), self._spike)
+        if keeps and usual:
+            self._optimizer.state[param][USUAL] = torch.tensor(usual)
+        return factor
+
+    def _calm_all(self, params: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """The same on a device, in place: `calmed` on all lengths together."""
+        states = [self._optimizer.state[param] for param in params]
+        lengths = torch.stack([length.float() for length in torch._foreach_norm([_sample(one) for one in gradients])])
+        usual = torch.stack([state.get(USUAL, lengths.new_zeros(())).to(lengths.device) for state in states])
+        counted = torch.minimum(lengths, self._spike * usual)
+        learns = (usual > 0) & (lengths > 0) & lengths.isfinite()
+        factors = torch.where(learns, counted / lengths, 1.0)
+        first = torch.where(lengths.isfinite(), lengths, 0.0)
+        kept = torch.where(usual > 0, torch.where(learns, usual + FOLLOWS * (counted - usual), usual), first)
+        for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.unbind(), strict=True):
+            gradient.mul_(factor)
+            state[USUAL] = one
+
+    def _velocity(self, param: torch.Tensor, keeps: bool) -> torch.Tensor:
+        velocity: torch.Tensor | None = self._optimizer.state.get(param, {}).get("momentum_buffer")
+        if velocity is None:
+            velocity = torch.zeros_like(param, memory_format=torch.preserve_format)
+            if keeps:  # a backward without a step leaves no state
+                self._optimizer.state[param]["momentum_buffer"] = velocity
         return velocity
 
 
@@ -99,15 +172,16 @@ class ChangeMomentum:
     Args:
         optimizer: The worker's optimizer.
         looks_ahead: Push the look-ahead; otherwise the change as it is.
+        joins: Is the job under way when this worker begins?
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
-        self._optimizer, self._looks_ahead = optimizer, looks_ahead
+    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, joins: bool = False) -> None:
+        self._optimizer, self._looks_ahead, self._joins = optimizer, looks_ahead, joins
         self._rule = RULES[type(optimizer).__name__]
         self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, out: torch.Tensor) -> float:
-        """Write what is pushed of a parameter into `out`, and put the parameter back: servers make the change.
+        """Write what is pushed of a parameter on the CPU, and put the parameter back: servers make the change.
 
         Args:
             param: The parameter, which the optimizer has just changed; without a gradient its momentum stays as it was.
@@ -116,26 +190,68 @@ class ChangeMomentum:
         Returns:
             The sum of what is pushed: it is not finite where an element is not.
         """
-        group = self._optimizer.param_groups[self._group_of[id(param)]]
-        rate, ahead = float(group["lr"]), self._rule.extrapolation(group) if self._looks_ahead else 0.0
-        looks = bool(rate and ahead) and param.grad is not None
-        decay = rate * self._rule.decay_in(group)
-        total = 0.0
-        for values, target, *direction in pieces([param.detach(), out, *([self._direction(param)] if looks else [])]):
-            change = values - target
-            values.copy_(target)
-            if direction:
-                now = torch.add(change, target, alpha=decay).div_(rate) if decay else change / rate
-                target.copy_(change).add_(direction[0].neg_().add_(now), alpha=ahead * rate)
-                direction[0].copy_(now)
-            else:
-                target.copy_(change)
+        group, total = self._optimizer.param_groups[self._group_of[id(param)]], 0.0
+        directions, ahead = self._last(group, param)
+        share = self._share(param)
+        for values, target, *last in pieces([param.detach(), out, *directions]):
+            self._step(group, [values], [target], last, ahead)
+            if share < 1:
+                target.mul_(share)
             total += target.sum().item()  # while it is in the cache
         return total
 
-    def _direction(self, param: torch.Tensor) -> torch.Tensor:
+    def pushes(self, params: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The same of parameters on a device, by their `id`: `before`, their earlier values, become what is pushed."""
+        found = {id(param): values for param, values in zip(params, before, strict=True)}
+        for group, members in _grouped(self._optimizer, params):
+            alike: dict[tuple[int, float, float], list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
+            for param in members:
+                directions, ahead = self._last(group, param)
+                alike.setdefault((len(directions), ahead, self._share(param)), []).append((param, directions))
+            for (_, ahead, share), pairs in alike.items():
+                out, last = [found[id(param)] for param, _ in pairs], [one for _, of in pairs for one in of]
+                self._step(group, [param.detach() for param, _ in pairs], out, last, ahead)
+                if share < 1:
+                    torch._foreach_mul_(out, share)
+        return found
+
+    def _share(self, param: torch.Tensor) -> float:
+        """What the push counts for."""
+        step = self._optimizer.state.get(param, {}).get("step") if self._joins else None
+        return 1.0 if step is None else share_of_joiner(type(self._optimizer).__name__, float(step))
+
+    def _last(self, group: dict[str, Any], param: torch.Tensor) -> tuple[list[torch.Tensor], float]:
+        """The last change of a parameter, for each unit of the rate, and how far the next is extrapolated. The first of a
+        rule that divides by the gradient's size is not: it is as large as any, whatever the gradient."""
+        ahead = self._rule.extrapolation(group) if self._looks_ahead else 0.0
+        if not ahead or not float(group["lr"]) or param.grad is None:
+            return [], 0.0
         state: dict[str, Any] = self._optimizer.state[param]
-        if DIRECTION not in state:
-            state[DIRECTION] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        direction: torch.Tensor = state[DIRECTION]
-        return direction
+        if DIRECTION in state:
+            return [state[DIRECTION]], ahead
+        state[DIRECTION] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return [state[DIRECTION]], ahead if self._rule.linear else 0.0
+
+    def _step(
+        self,
+        group: dict[str, Any],
+        values: list[torch.Tensor],
+        out: list[torch.Tensor],
+        directions: list[torch.Tensor],
+        ahead: float,
+    ) -> None:
+        """Make of earlier values, which are in `out`, what is pushed, and of `values` the earlier ones."""
+        changes = torch._foreach_sub(values, out)
+        torch._foreach_copy_(values, out)
+        if directions:
+            rate, decay = float(group["lr"]), self._rule.decay_in(group)
+            # Decoupled decay is no part of what is extrapolated.
+            now = torch._foreach_add(changes, out, alpha=rate * decay) if decay else changes
+            now = torch._foreach_div(now, rate)
+        torch._foreach_copy_(out, changes)
+        if ahead:
+            torch._foreach_neg_(directions)
+            torch._foreach_add_(directions, now)
+            torch._foreach_add_(out, directions, alpha=ahead * rate)
+        if directions:
+            torch._foreach_copy_(directions, now)

@@ -231,6 +231,7 @@ class ScriptState(WireMessage):
     exchange: int  #: the last push
     same: tuple[str, ...] = ()  #: names of objects that have not changed
     checkpoint: str = ""  #: the checkpoint that an answer has named: all state that belongs to it is here now
+    partial: bool = False  #: there are more, too large for every report
     given: bool = False  #: the script has loaded it: it is no report, but what workers start from
 
 
@@ -368,6 +369,7 @@ class StateRecalled(WireMessage):
     objects: tuple[SavedObject, ...]
     step: int  #: of the checkpoint
     size: int  #: workers of the job that made the checkpoint
+    due: int = -1  #: the last push in it of a worker of my rank, where that is known
 
 
 class Refused(WireMessage):

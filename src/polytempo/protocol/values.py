@@ -49,6 +49,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     refused: tuple[str, ...] = ()  #: of the modes that advice compares, those that this optimizer could not be given
     inner: str = ""  #: the class of the script's optimizer
     companions: int = 0  #: of the tensors, the last that are no parameters but are averaged with them
+    fallback: str = ""  #: why servers keep the momentum, where the mode would have each worker keep its own
     device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
 
 

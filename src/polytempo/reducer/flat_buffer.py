@@ -249,6 +249,11 @@ class Copier:
         self._moves.land_from(self.landing.views)
 
     @property
+    def on_gpu(self) -> bool:
+        """Do parameters lie on a GPU, or where a device exchanges them?"""
+        return self.on_device or self.staging is not None
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of device memory in its flat buffers."""
         staged = self.staging.device_bytes if self.staging is not None else 0

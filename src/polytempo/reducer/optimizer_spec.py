@@ -19,6 +19,7 @@ from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.reducer.flat_buffer import describe
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.server.optimizers import check_optimizer
+from polytempo.sync.momentum import BARE
 from polytempo.sync.spec import Spec
 
 #: Types of hyper-parameters that a message can have, beside tuples of these and tensors of one element.
@@ -49,7 +50,7 @@ class HyperParameters:
     def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
         plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
         if self._bare:
-            plain |= {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+            plain |= BARE
         if not self._spec.mode.rule:
             return plain
         names = self._spec.rule_options
@@ -79,10 +80,13 @@ class SpecBuilder:
         compression: PushPullCompression,
         clip_norm: float | None,
         members: tuple[int, ...] = (),
+        fallback: str = "",
     ) -> None:
-        """`members`: the ranks that take the steps together, where they are not all."""
+        """`members`: the ranks that take the steps together, where they are not all. `fallback`: why servers keep the
+        momentum, where the mode would have each worker keep its own."""
         self._spec, self._apply, self._inner = spec, apply, inner
         self._compression, self._clip_norm, self.members = compression, clip_norm, members
+        self._fallback = fallback
         #: Modes that the optimizer could not be given, for the advice at the end of a job.
         self.refused: tuple[str, ...] = ()
         self._started: str | None = None  # digested once, before the first step
@@ -158,6 +162,7 @@ class SpecBuilder:
             members=self.members,
             refused=self.refused,
             inner=type(self._inner).__name__,
+            fallback=self._fallback,
         )
 
     def of_values(

@@ -24,7 +24,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.device.device import Device
 from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.errors import UsageError
-from polytempo.optim.worker_momentum import GradientMomentum
+from polytempo.optim.worker_momentum import GradientMomentum, dense
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.values import OptimizerSpec, PushId
@@ -40,7 +40,6 @@ from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
-from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 
@@ -151,10 +150,10 @@ class ServerReducer(Reducer):
         self.taker = ValueTaker(self.copier)
         self._own: OwnPushes | None = None
         if delay and self._sync.worker_momentum:
-            workers = len(spec.members) or session.size
-            rate = workers * rate_of(self._sync.options.get("scale"), workers)
-            self._own = OwnPushes(self.copier, self.layout, rate, spec.apply == "delta")
-            self.taker.install = self._install_with_own
+            members, departed = spec.members or range(session.size), self.client.departed
+            about = members, departed, self.client_state, spec.apply == "delta"
+            self._own = OwnPushes(self.copier, self.layout, self._sync, *about)
+            self.taker.install = self._own.install
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
         elif not shares_memory and self._sync.anytime is None:  # else values pass through while another answer comes
@@ -179,7 +178,8 @@ class ServerReducer(Reducer):
         if device is not None:
             self._share(device, params)
         self.hooks = None
-        if hooked and not delay and self._exchange is None and (momentum is None or self.client.pool.registry is None):
+        fills = momentum is None or (self.client.pool.registry is None and not self.copier.on_gpu)
+        if hooked and not delay and self._exchange is None and fills:
             self.hooks = GradientHooks(params, self._hook_buffer())
         self._completion: CompletionHooks | None = None
         self._partial = self._partial_pushes()
@@ -269,12 +269,14 @@ class ServerReducer(Reducer):
         if self._partial is not None and self._partial.on_gpu:
             with self.session.lock:
                 return self.copier.next_buffer(), self._partial.gather()
-        if self._momentum is not None:
+        if self._momentum is not None and not self.copier.on_gpu:
             return self._look_aheads(self._momentum)
-        if not self.filters.on_device:
+        pushed = None if self._momentum is None else self._momentum.pushes(self.copier.params)
+        if pushed is None and not self.filters.on_device:
             return super().gradients()
         buffer = self.copier.next_buffer()
-        return buffer, self.copier.collect(buffer, lambda param: param.grad)
+        take = self.copier.collect if self.filters.on_device else self.copier.gather
+        return buffer, take(buffer, lambda param: param.grad if pushed is None else pushed.get(id(param)))
 
     def _look_aheads(self, momentum: GradientMomentum) -> tuple[FlatBuffer, tuple[int, ...]]:
         """What is pushed of each gradient as it is now, and the parameters that have none."""
@@ -290,8 +292,7 @@ class ServerReducer(Reducer):
     def _look_ahead(self, momentum: GradientMomentum, buffer: FlatBuffer, index: int, keeps: bool = True) -> None:
         param = self.copier.params[index]
         with torch.no_grad():
-            gradient = param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
-            buffer.found_finite(index, momentum.push(param, gradient, buffer.view(index), keeps))
+            buffer.found_finite(index, momentum.push(param, dense(param.grad), buffer.view(index), keeps))
 
     def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
         with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
@@ -315,12 +316,13 @@ class ServerReducer(Reducer):
         empty = buffer is None or self._exchange is not None
         parts = [[] for _ in range(self.client.shards)] if buffer is None or empty else self.filters.of(buffer)
         waiting = self.rows.fill(Outstanding(push, parts))
+        own = self._own.taken(buffer) if self._own is not None and buffer is not None else None
         with self.session.lock:
             if skip and self._partial is not None:
                 self._partial.start_over()
             self.client.push(waiting, self._partial.commit() if self._partial is not None and not skip else None)
-            if self._own is not None and buffer is not None and self.step in self.client_state.outstanding:
-                self._own.sent(self.step, buffer, hyper)
+            if self._own is not None and own is not None:
+                self._own.sent(self.step, own, hyper)
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:
@@ -382,11 +384,6 @@ class ServerReducer(Reducer):
         buffer, absent = (None, ()) if skip else mean.gradients()
         mean.push(buffer, (), samples=samples, absent=absent)
         return mean.client_state.skipped
-
-    def _install_with_own(self, parts: dict[int, list[Bytes]]) -> None:
-        assert self._own is not None
-        self.copier.scatter(parts)
-        self._own.add_to_values(self.client_state.outstanding)
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         answer = self.client_state.answer

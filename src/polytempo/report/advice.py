@@ -1,9 +1,8 @@
-"""Advice on a cluster in words: what was taken for granted, the modes beside each other, the command to type."""
+"""Advice on a cluster in words: what was taken for granted, the modes beside each other, the options to give."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -97,13 +96,13 @@ def advice_table(advice: Advice, samples: float, title: str) -> TextTable:
     return TextTable(title, heads, tuple(rows))
 
 
-def run_command(outcome: Outcome, cluster: Cluster, script: Sequence[str] = ("train.py",)) -> str:
-    """The command that starts the recommended job; one that `polytempo run` accepts."""
+def run_options(outcome: Outcome, cluster: Cluster) -> dict[str, str | int]:
+    """The options of `polytempo run`, and of `pt.launch`, that start the recommended job."""
     spec = parse_spec(outcome.sync)
-    parts = ["polytempo", "run", "-n", str(cluster.workers), "--sync", outcome.sync]
+    options: dict[str, str | int] = {"n": cluster.workers, "sync": outcome.sync}
     takes_time = bool(cluster.model_bytes) and spec.among_workers and spec.gossip is None
     if takes_time:
-        parts += ["--via", "ps" if outcome.via == "ps" else "allreduce"]
+        options["via"] = "ps" if outcome.via == "ps" else "allreduce"
     if outcome.via == "ps" and cluster.servers.shards > 1:
-        parts += ["--servers", str(cluster.servers.shards)]
-    return shlex.join([*parts, *script])
+        options["servers"] = cluster.servers.shards
+    return options

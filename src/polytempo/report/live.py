@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.records.lines import RecordLine
+from polytempo.records.lines import MAIN, RecordLine
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
 from polytempo.summation import in_order
 
@@ -70,12 +70,6 @@ class RepeatedRun:
         """The middle one's."""
         return self.middle.time_to(target)
 
-    def times_to(self, target: float) -> tuple[float | None, float | None]:
-        """The shortest and the longest time of all runs; None: the target was not seen."""
-        times = sorted(_or_never(run.time_to(target)) for run in self.runs)
-        shortest, longest = (None if time == math.inf else time for time in (times[0], times[-1]))
-        return shortest, longest
-
 
 def repeated(runs: Sequence[LiveRun], target: float) -> RepeatedRun:
     """Runs under one mode, by the time to a target, else by what they reached, else by the time that they took: half of them
@@ -115,12 +109,13 @@ def _is_number(value: object) -> bool:
 
 def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
     job = meta["job"]
+    sync = job.get("optimizers", {}).get(MAIN, meta["spec"])  # with what it left to the script's optimizer
     workers = tuple(
         WorkerOutcome(**{name: worker[name] for name in WorkerOutcome.__dataclass_fields__}) for worker in meta["workers"]
     )
     present = in_order(worker.present_s for worker in workers) or 1.0
     return Outcome(
-        sync=meta["spec"],
+        sync=sync,
         via=meta.get("options", {}).get("via", "ps"),
         seconds=job["seconds"],
         steps=job["steps"],

@@ -42,6 +42,13 @@ class TextTable:
         lines = [heads, align, *self.rows]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
+    def put_into(self, page: str) -> str:
+        """A Markdown page, with this table between `<!-- its title -->` and `<!-- end of its title -->`."""
+        start, end = f"<!-- {self.title} -->\n", f"<!-- end of {self.title} -->"
+        before, rest = page.split(start)
+        _, after = rest.split(end)
+        return f"{before}{start}{self.markdown()}{end}{after}"
+
     def text(self, width: int) -> str:
         """For a terminal of `width` columns; table columns that do not fit are left out, the last first, with a note."""
         columns = [[*_two_lines(head), *cells] for head, *cells in zip(self.heads, *self.rows, strict=True)]
@@ -66,20 +73,21 @@ def _two_lines(head: str) -> tuple[str, str]:
     return first, second
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """With one digit behind the point."""
     return f"{100 * share:.1f}"
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else plain_number(value)
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else plain_number(value)
 
 
 _COLUMNS: dict[str, Callable[[Outcome], str]] = {
     "time\n(s)": lambda o: _seconds(o.seconds),
     "samples\n/s": lambda o: plain_number(o.samples_per_second),
-    "efficient\n(%)": lambda o: _percent(o.efficiency),
-    "waiting\n(%)": lambda o: _percent(o.waiting),
-    "sending\n(%)": lambda o: _percent(o.communicating),
+    "efficient\n(%)": lambda o: percent(o.efficiency),
+    "waiting\n(%)": lambda o: percent(o.waiting),
+    "sending\n(%)": lambda o: percent(o.communicating),
     "discarded\npushes": lambda o: f"{o.discarded}",
     "stale\nmean": lambda o: f"{o.staleness_mean:.2f}",
     "\nmax": lambda o: f"{o.staleness_max}",
@@ -103,12 +111,12 @@ def comparison(outcomes: Sequence[Outcome], title: str) -> TextTable:
     return TextTable(title, ("mode", *shown), tuple(zip(names, *shown.values(), strict=True)))
 
 
-def trained_comparison(runs: Sequence[Trained], target: float, title: str) -> TextTable:
-    """Timing, and accuracy."""
+def trained_comparison(runs: Sequence[Trained], target: float, title: str, metric: str = "accuracy") -> TextTable:
+    """Timing, and the metric."""
     timing = comparison([run.outcome for run in runs], title)
-    heads = (timing.heads[0], f"{100 * target:g} % at\n(s)", "accuracy\n(%)", *timing.heads[1:])
+    heads = (timing.heads[0], f"{100 * target:g} % at\n(s)", f"final\n{metric} (%)", *timing.heads[1:])
     rows = tuple(
-        (row[0], _time_to(run, target), "-" if run.accuracy is None else _percent(run.accuracy), *row[1:])
+        (row[0], _time_to(run, target), "-" if run.accuracy is None else percent(run.accuracy), *row[1:])
         for row, run in zip(timing.rows, runs, strict=True)
     )
     return TextTable(title, heads, rows)
@@ -132,11 +140,22 @@ def _last(run: LiveRun | RepeatedRun, name: str) -> str:
 
 def _time_to(run: Trained, target: float) -> str:
     """A time, and where there were several runs, between which two they lay."""
-    time = _seconds(run.time_to(target))
+    if not run.curve:
+        return "-"
+    time = run.time_to(target)
+    shown = _not_by(run.outcome.seconds) if time is None else _seconds(time)
     if not isinstance(run, RepeatedRun) or len(run.runs) == 1:
-        return time
-    shortest, longest = run.times_to(target)
-    return f"{time} ({_seconds(shortest)} to {'never' if longest is None else _seconds(longest)})"
+        return shown
+    missed = [one.outcome.seconds for one in run.runs if one.time_to(target) is None]
+    reached = [time for one in run.runs if (time := one.time_to(target)) is not None]
+    if not reached:
+        return shown
+    return f"{shown} ({_seconds(min(reached))} to {_not_by(min(missed)) if missed else _seconds(max(reached))})"
+
+
+def _not_by(horizon: float) -> str:
+    """A target that was not seen: when the run ended, and not that it would never have been."""
+    return f"not by {_seconds(horizon)}"
 
 
 def scaling_table(series: Sequence[Series], title: str) -> TextTable:
@@ -161,12 +180,17 @@ def verdict(runs: Sequence[Trained], target: float) -> str:
     there = sorted((time, name) for name, time in times.items() if time is not None)
     if not there:
         best = max(runs, key=lambda run: run.accuracy or 0.0)
-        ends = f"ends at {_percent(best.accuracy or 0.0)} %"
+        ends = f"ends at {percent(best.accuracy or 0.0)} %"
         return f"none reaches {100 * target:g} %; the best, {mode_name(best.outcome)}, {ends}"
     first, name = there[0]
     others = [f"{other} takes {time / first:.2f}x as long" for time, other in there[1:]]
-    never = [f"{other} does not get there" for other, time in times.items() if time is None]
-    return "; ".join([f"{name} reaches {100 * target:g} % first, after {_seconds(first)} s", *others, *never])
+    missed = [_missed(run) for run in runs if run.time_to(target) is None]
+    return "; ".join([f"{name} reaches {100 * target:g} % first, after {_seconds(first)} s", *others, *missed])
+
+
+def _missed(run: Trained) -> str:
+    name = mode_name(run.outcome)
+    return f"{name} does not by {_seconds(run.outcome.seconds)} s" if run.curve else f"of {name} nothing was logged"
 
 
 def speed_verdict(outcomes: Sequence[Outcome]) -> str:

@@ -96,6 +96,7 @@ class PendingCheckpoint:
     manifest: dict[str, Any]
     parts: list[Saved | NotSaved]
     awaited: set[int]  #: workers that were told of it, and have not given their scripts' state yet
+    due: Mapping[int, int]  #: of those that are past it when they hear: their last push in it
     states: dict[int, WorkerObjects] = field(default_factory=dict)  #: what those have given that have
 
 
@@ -120,9 +121,19 @@ class JobCheckpoints:
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """The shards will write this one. Workers whose scripts have registered something have state that belongs to it."""
-        self._pending[checkpoint.name] = PendingCheckpoint(
-            checkpoint.manifest, [], set(checkpoint.told) & self.script.of.keys()
-        )
+        awaited = set(checkpoint.told) & self.script.of.keys()
+        self._pending[checkpoint.name] = one = PendingCheckpoint(checkpoint.manifest, [], awaited, checkpoint.due)
+        for worker in list(awaited):
+            self._take_due(one, worker)
+
+    def _take_due(self, one: PendingCheckpoint, worker: int) -> None:
+        """Is a worker's newest report all that it has to say after its last push in a checkpoint? Then it counts."""
+        if worker in one.awaited and self.script.whole.get(worker, -1) == one.due.get(worker, -2):
+            self._take(one, worker)
+
+    def _take(self, one: PendingCheckpoint, worker: int) -> None:
+        one.awaited.discard(worker)
+        one.states[worker] = self.script.of[worker]
 
     def add_part(self, part: Saved | NotSaved) -> list[tuple[str, str]]:
         """A shard has written its part, or could not; the checkpoints that failed, and why."""
@@ -134,12 +145,11 @@ class JobCheckpoints:
     def add_state(self, worker: int, message: ScriptState, buffers: Sequence[Bytes]) -> list[tuple[str, str]]:
         """A worker reports what its script has registered; as `add_part`."""
         self.script.report(worker, message, buffers)
-        if not message.checkpoint:
-            return []
-        for name, one in self._pending.items():  # of several that it was told of, it knows the last
+        for one in self._pending.values():
+            self._take_due(one, worker)
+        for name, one in self._pending.items() if message.checkpoint else ():  # of several, it knows the last
             if worker in one.awaited:
-                one.awaited.discard(worker)
-                one.states[worker] = self.script.of[worker]
+                self._take(one, worker)
             if name == message.checkpoint:
                 break
         return self._publish()

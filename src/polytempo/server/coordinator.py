@@ -87,7 +87,6 @@ from polytempo.server.validation import (
     check_where,
 )
 from polytempo.summation import in_order
-from polytempo.sync.momentum import LOOKAHEAD
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import Credentials
@@ -110,7 +109,7 @@ class WorkerMessages:
         self._resume = resume
         self._key_values = JobKeyValues()
         self._given = ScriptStates()
-        self._told: set[str] = set()  # modes with momentum at workers that the user knows of
+        self._told: set[str] = set()  # what was chosen for optimizers, and the user knows
         self.handlers: HandlerTable = {
             ("worker", Register): self._register,
             ("worker", Repeat): self._repeat,
@@ -133,17 +132,17 @@ class WorkerMessages:
         for name in self._sequencer.clocks.keys() - known:
             key = f"manifest/{name}"
             effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.optimizer_spec)))
-            effects += self._tell_where_momentum_is(message.optimizer_spec.sync)
+            effects += self._tell_choice(message.optimizer_spec)
         return effects
 
-    def _tell_where_momentum_is(self, sync: str) -> list[LoopEffect]:
-        kept = parse_spec(sync).worker_momentum
-        if not kept or sync in self._told:
+    def _tell_choice(self, spec: OptimizerSpec) -> list[LoopEffect]:
+        """Tell what was chosen for an optimizer and not asked for: once, if several have it."""
+        asked = spec.sync == self._sequencer.plan.sync and not spec.fallback
+        line = "" if asked else parse_spec(spec.sync).told(spec.inner, spec.fallback)
+        if not line or line in self._told:
             return []
-        self._told.add(sync)
-        pushed = "pushes its look-ahead" if kept == LOOKAHEAD else "pushes what it steps along"
-        how = "momentum=server keeps one for all on the servers"
-        return self._job.tell(f"{sync}: each worker keeps the momentum of its own optimizer and {pushed}; {how}")
+        self._told.add(line)
+        return self._job.tell(line)
 
     def _repeat(self, sender: Hello, message: Repeat, now: float) -> list[LoopEffect]:
         if (message.id.worker, message.id.incarnation) != (sender.rank, sender.incarnation):
@@ -193,8 +192,8 @@ class WorkerMessages:
         check_recall(message)
         found, plan = self._recalled(message.which, sender.rank), self._sequencer.plan
         objects, parts = tuple(one for one, _ in found.values()), [part for _, held in found.values() for part in held]
-        size = plan.resumed.get("size", plan.size)
-        told = StateRecalled(which=message.which, objects=objects, step=plan.saved_push, size=size)
+        size, due = plan.resumed.get("size", plan.size), plan.resumed.get("clocks", {}).get(str(sender.rank), 0) - 1
+        told = StateRecalled(which=message.which, objects=objects, step=plan.saved_push, size=size, due=due)
         return [ToWorker(sender.rank, told, parts)]
 
     def _recalled(self, which: str, rank: int) -> WorkerObjects:

@@ -6,8 +6,8 @@ passes the rest on to the I/O loop as `LoopEffect`s, together with its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.protocol.log import LogEntry
@@ -57,6 +57,7 @@ class Checkpoint:
     name: str
     manifest: dict[str, Any]
     told: tuple[int, ...] = ()  #: workers that will hear of it, and give what their scripts have registered
+    due: Mapping[int, int] = field(default_factory=dict)  #: of those that are past it when they hear: their last push in it
 
 
 @dataclass(frozen=True)

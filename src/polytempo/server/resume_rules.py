@@ -49,7 +49,7 @@ class Holding:
     @property
     def at_workers(self) -> bool:
         """Does the script's optimizer run there, so that they have its state?"""
-        return self.spec.averaging is not None or self.apply == "delta" or bool(self.spec.worker_momentum)
+        return self.spec.at_workers or self.apply == "delta"
 
     @property
     def on_servers(self) -> str:

@@ -2,7 +2,8 @@
 
 A worker reports after each of its pushes, when its next batch is drawn (`train/script_state.py`), so that there is something
 to save when the job is interrupted. For a checkpoint in the middle of training workers are told, and give what belongs to
-it. A file of a checkpoint holds the objects of one worker:
+it. Without rounds a worker may hear of it a push too late: then its report after the push before counts, if that had all of
+its objects. A file of a checkpoint holds the objects of one worker:
 
     state-worker-0.safetensors   "2"    the structure of the manifest's object 2, as bytes
                                  "2.1"  its tensor 1, flat
@@ -39,6 +40,7 @@ class ScriptStates:
 
     def __init__(self) -> None:
         self.of: dict[int, WorkerObjects] = {}  #: by worker: the newest
+        self.whole: dict[int, int] = {}  #: by worker: the push after which the newest report had all of its objects
 
     def report(self, worker: int, message: ScriptState, buffers: Sequence[Bytes]) -> None:
         """A worker's state after a push. Large objects are in it when they were asked for."""
@@ -48,6 +50,8 @@ class ScriptStates:
         same = {name: (replace(saved, exchange=message.exchange), held) for name, saved, held in known}
         fresh = {one.name: (one, [next(rest) for _ in one.dtypes]) for one in message.objects}
         self.of[worker] = {**before, **same, **fresh}
+        if not message.partial:
+            self.whole[worker] = message.exchange
 
 
 def write_states(directory: Path, states: Mapping[int, WorkerObjects]) -> list[dict[str, Any]]:

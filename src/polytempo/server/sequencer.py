@@ -447,7 +447,9 @@ class Sequencer:
             return []
         self._saved_at = slowest
         told = {worker for other in self.clocks.values() if other.is_first for worker in other.slots}
-        effect = replace(self.checkpoints.at(slowest, pushes), told=tuple(sorted(told)))
+        in_rounds = clock.spec.mode.barrier or clock.spec.averaging is not None  # there all are told with their last push
+        due = {} if in_rounds else {worker: pushed - 1 for worker, pushed in clock.policy.progress.pushed.items()}
+        effect = replace(self.checkpoints.at(slowest, pushes), told=tuple(sorted(told)), due=due)
         for other in self.clocks.values():
             entries = [o.entry for o in before if isinstance(o, ToShards)] if other is clock else []
             other.saving(effect.name, [entry for entry in entries if isinstance(entry, Reply)])

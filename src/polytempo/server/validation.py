@@ -43,7 +43,7 @@ REASONS = ("finished", "failed", "lost")
 READ = ("params", "state", "filters", "saved state")
 CHECKPOINT = re.compile(r"step-\d{8,20}")
 #: Length of an optimizer's id, and elements of a table, at most.
-NAME, ELEMENTS = 64, 1 << 44
+NAME, LINE, ELEMENTS = 64, 400, 1 << 44
 #: Parts into which data is shared out, at most.
 PARTS = 1 << 20
 #: Characters of the call that a worker says it is in, at most.
@@ -132,6 +132,8 @@ def check_optimizer_spec(optimizer_id: str, spec: OptimizerSpec) -> None:
             raise PeerError(f"parameter {info.name} was refused: there is no group {info.group}")
     if spec.clip_norm is not None and not spec.clip_norm > 0:
         raise PeerError(f"clip_norm={spec.clip_norm:g} was refused; expected a number above 0")
+    if not all(text.isprintable() and len(text) <= LINE for text in (spec.inner, spec.fallback)):
+        raise PeerError(f"an optimizer was refused: {spec.inner[:40]!r} or what it says of momentum is no part of a line")
     for text in (spec.push_filter, spec.pull_filter):
         parse_chain(text)
     for table in spec.tables:

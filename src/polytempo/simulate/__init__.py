@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from polytempo.simulate.cluster import Link as Link
     from polytempo.simulate.datasets import digits as digits
     from polytempo.simulate.datasets import fashion_mnist as fashion_mnist
+    from polytempo.simulate.datasets import fashion_mnist_cnn as fashion_mnist_cnn
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.durations import Constant as Constant
     from polytempo.simulate.durations import Lognormal as Lognormal
@@ -37,6 +38,7 @@ __all__ = [
     "cluster_from",
     "digits",
     "fashion_mnist",
+    "fashion_mnist_cnn",
     "simulate_job",
     "train_virtually",
 ]
@@ -45,7 +47,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "cluster": ("Cluster", "Hiccup", "Hosts", "Link"),
-        "datasets": ("digits", "fashion_mnist"),
+        "datasets": ("digits", "fashion_mnist", "fashion_mnist_cnn"),
         "description": ("cluster_from",),
         "durations": ("Constant", "Lognormal"),
         "outcome": ("Outcome",),

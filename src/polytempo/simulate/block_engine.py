@@ -303,8 +303,6 @@ class BlockEngine(SimulationEngine):
         self._ended = self.now
         super()._end_life(worker)
         self._states[worker.rank] = BlockProgress(len(self._clocks))
-        if self._learner:
-            self._learner.end(worker.rank)
 
     def _waste(self, worker: Worker) -> None:
         """What a worker has computed and not delivered is lost."""

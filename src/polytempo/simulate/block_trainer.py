@@ -118,7 +118,7 @@ class VirtualBlockTrainer:
         if buffers:
             self._buffers[worker] = buffers
 
-    def end(self, worker: int) -> None:
+    def end(self, worker: int, finished: bool) -> None:
         """A worker has left."""
         self._learners.pop(worker, None)
 

@@ -36,6 +36,7 @@ class TrainingTask:
     lr: float
     target: float  #: the accuracy whose time is compared
     steps: int  #: of each worker, on average, to get there
+    momentum: float = 0.0  #: of SGD
 
 
 def digits(seed: int = 0) -> TrainingTask:
@@ -71,16 +72,8 @@ def fashion_mnist(seed: int = 0, folder: Path = FASHION_MNIST) -> TrainingTask:
     Raises:
         UsageError: The files are not there.
     """
-    train = _idx_images(folder, "train-images-idx3-ubyte"), _idx_labels(folder, "train-labels-idx1-ubyte")
-    test = _idx_images(folder, "t10k-images-idx3-ubyte"), _idx_labels(folder, "t10k-labels-idx1-ubyte")
-    return TrainingTask(
-        fashion_mnist_model(seed),
-        (train, test),
-        nn.functional.cross_entropy,
-        lr=0.2,
-        target=0.87,
-        steps=1600,
-    )
+    data, loss = _clothes(folder), nn.functional.cross_entropy
+    return TrainingTask(fashion_mnist_model(seed), data, loss, lr=0.2, target=0.87, steps=1600)
 
 
 def fashion_mnist_model(seed: int) -> nn.Module:
@@ -88,7 +81,43 @@ def fashion_mnist_model(seed: int) -> nn.Module:
     return _perceptron([784, 128, 10], seed)
 
 
-TASKS: dict[str, Callable[[int], TrainingTask]] = {"digits": digits, "fashion-mnist": fashion_mnist}
+def fashion_mnist_cnn(seed: int = 0, folder: Path = FASHION_MNIST) -> TrainingTask:
+    """A training task: the pictures of `fashion_mnist`, and a small convolutional network with BatchNorm, for SGD with
+    momentum. Forward and backward of 64 pictures take about 3 ms on one core.
+
+    Args:
+        seed: Of the initial weights.
+        folder: As in `fashion_mnist`.
+
+    Returns:
+        Model, data, loss and suggested learning rate, momentum and target.
+
+    Raises:
+        UsageError: The files are not there.
+    """
+    data, loss = _clothes(folder), nn.functional.cross_entropy
+    return TrainingTask(fashion_mnist_cnn_model(seed), data, loss, lr=0.05, target=0.87, steps=720, momentum=0.9)
+
+
+def fashion_mnist_cnn_model(seed: int) -> nn.Module:
+    """The network of `fashion_mnist_cnn`, without its data."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 28, 28)), *_halving(1, 8), *_halving(8, 16), nn.Flatten(), nn.Linear(16 * 7 * 7, 10)
+        )
+
+
+def _halving(channels: int, filters: int) -> tuple[nn.Module, ...]:
+    """A convolution that halves width and height, and what follows it."""
+    return nn.Conv2d(channels, filters, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(filters), nn.ReLU()
+
+
+TASKS: dict[str, Callable[[int], TrainingTask]] = {
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "fashion-mnist-cnn": fashion_mnist_cnn,
+}
 
 
 def find_task(name: str) -> Callable[[int], TrainingTask]:
@@ -105,6 +134,11 @@ def _perceptron(widths: list[int], seed: int) -> nn.Module:
         for wide, narrow in pairwise(widths):
             layers += [nn.Linear(wide, narrow), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+def _clothes(folder: Path) -> tuple[TensorPair, TensorPair]:
+    train = _idx_images(folder, "train-images-idx3-ubyte"), _idx_labels(folder, "train-labels-idx1-ubyte")
+    return train, (_idx_images(folder, "t10k-images-idx3-ubyte"), _idx_labels(folder, "t10k-labels-idx1-ubyte"))
 
 
 def _idx_images(folder: Path, name: str) -> torch.Tensor:
@@ -146,7 +180,8 @@ class Shards:
     """The training samples of each worker: a new shuffle each epoch, each worker every n-th of it, whole batches only."""
 
     def __init__(self, size: int, ranks: int, batches: Sequence[int], seed: int) -> None:
-        self._size, self._ranks, self._batches, self._seed = size, ranks, batches, seed
+        self._size, self._batches, self._seed = size, batches, seed
+        self.workers = ranks  #: among which the samples are dealt
         self._shuffles: dict[int, torch.Tensor] = {}
         short = size // ranks
         if short < max(batches):
@@ -158,9 +193,9 @@ class Shards:
     def batch(self, worker: int, step: int) -> torch.Tensor:
         """The indices of a worker's samples in its step."""
         batch = self._batches[worker]
-        steps = (self._size // self._ranks) // batch
+        steps = (self._size // self.workers) // batch
         epoch, place = divmod(step, steps)
-        mine = self.order(epoch)[worker :: self._ranks]
+        mine = self.order(epoch)[worker :: self.workers]
         return mine[place * batch : (place + 1) * batch]
 
     def order(self, epoch: int) -> torch.Tensor:

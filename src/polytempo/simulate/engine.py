@@ -313,6 +313,8 @@ class SimulationEngine:
     def _end_life(self, worker: Worker) -> None:
         self._forget_weights(worker)
         worker.end_life(self.now, self._route is not None)
+        if self._trainer:
+            self._trainer.end(worker.rank, worker.next_step >= self._steps_each)
 
     # The policy, and its actions.
 
@@ -412,7 +414,7 @@ class SimulationEngine:
         worker.wasted += worker.spent if self._route else now - worker.since
         worker.resuming = not self._corrections.gives(action.reason)  # a too stale push does not move its worker
         if self._trainer:
-            self._trainer.drop(worker.used)
+            self._trainer.lose(worker.rank, action.step, worker.used)
 
     def _wake(self, now: float, worker: Worker, step: int, version: int) -> None:
         self._feed(Ticked(), now)

@@ -138,8 +138,3 @@ class GossipEngine(SimulationEngine):
             self.workers[apply.pushes[0].worker].steps -= 1
             self._used.steps -= 1
         super()._apply(apply, now)
-
-    def _end_life(self, worker: Worker) -> None:
-        super()._end_life(worker)
-        if self._learner:
-            self._learner.end(worker.rank, worker.next_step >= self._steps_each)

@@ -68,6 +68,9 @@ class VirtualGossipTrainer:
         """A push has come."""
         self.spread.look()
 
+    def lose(self, worker: int, step: int, version: int) -> None:
+        """There are no versions."""
+
     def observe(self, now: float) -> None:
         """Call the observers, which evaluate the mean of all models."""
         for observer in self.observers:

@@ -9,8 +9,12 @@ them.
 An update of one push takes its gradient as it is; of several, their mean weighted by samples, added in the order of the
 pushes. The learning rate of every group is multiplied by `rate` for that one step. Corrections of staleness beyond the rate
 are made here: the gradient is compensated for the updates since its weights were read, and the momentum of every group is
-corrected for that one step. (torch's SGD leaves its velocity alone in a step whose momentum is 0.) Buffers belong to each
-worker. For evaluation BatchNorm's running statistics are merged as those of one population, and other buffers are averaged.
+corrected for that one step. (torch's SGD leaves its velocity alone in a step whose momentum is 0.) Where workers keep
+momentum of their own (`virtual_momentum.py`), a push is what theirs makes of the gradient: along it the master makes a plain
+step, or it adds the change.
+
+Buffers belong to each worker. For evaluation BatchNorm's running statistics are merged as those of one population, and other
+buffers are averaged.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.norm_statistics import merged
 from polytempo.simulate.datasets import Shards, TensorPair
+from polytempo.simulate.virtual_momentum import VirtualMomentum
 from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.events import Pushed
+from polytempo.sync.momentum import BARE, MomentumForm
 from polytempo.sync.spec import Spec
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -103,6 +109,11 @@ class VirtualTrainer:
         self._parameters = [p for p in self.master.parameters() if p.requires_grad]
         self._loadable = [p for p in self._worker.parameters() if p.requires_grad]
         self.optimizer = optimizer_for(spec, make_optimizer(self._parameters))
+        self._momentum: VirtualMomentum | None = None  # of each worker, where they keep it
+        if spec.worker_momentum:
+            self._momentum = VirtualMomentum(self._loadable, make_optimizer, spec, shards.workers)
+            for group in self.optimizer.param_groups if self._momentum.form is MomentumForm.GRADIENT else ():
+                group.update(BARE)
         self._corrections = spec.corrections
         self._staleness = MeanStaleness()
         self._squares: list[torch.Tensor] | None = None  # running means, for adaptive compensation
@@ -122,6 +133,17 @@ class VirtualTrainer:
         """One reader of a version less."""
         self.versions.drop(version)
 
+    def lose(self, worker: int, step: int, version: int) -> None:
+        """A push is not applied."""
+        if self._momentum is not None:
+            self._momentum.settle(worker, self._pushed(worker, step, version), self.versions.newest)
+        self.drop(version)
+
+    def end(self, worker: int, finished: bool) -> None:
+        """A worker has left."""
+        if self._momentum is not None:
+            self._momentum.end(worker)
+
     def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
         """Make one update of these pushes."""
         gradient = self._mean(pushes, versions)
@@ -130,6 +152,8 @@ class VirtualTrainer:
         for version in versions:
             self.versions.drop(version)
         self._update(gradient, [self.versions.newest - version for version in versions], rate)
+        if self._momentum is not None:
+            self._momentum.settle(pushes[0].worker, gradient, self.versions.newest)
 
     def observe(self, now: float) -> None:
         """Call the observers, which evaluate the master."""
@@ -160,9 +184,17 @@ class VirtualTrainer:
         mean: Gradient = [None] * len(self._parameters)
         for push, version in zip(pushes, versions, strict=True):
             weight = push.samples / total
-            self._load(version)
-            add_weighted(mean, self._gradient(push.worker, push.step), weight)
+            add_weighted(mean, self._pushed(push.worker, push.step, version), weight)
         return mean
+
+    def _pushed(self, worker: int, step: int, version: int) -> Gradient:
+        """What a worker pushes of a step that has read this version."""
+        self._load(version)
+        if self._momentum is None:
+            return self._gradient(worker, step)
+        if self._momentum.add_own(worker, version):
+            self._loaded = -1
+        return self._momentum.push(worker, self._gradient(worker, step))
 
     def _gradient(self, worker: int, step: int) -> Gradient:
         """The gradient of a worker's step, on the loaded weights."""
@@ -192,6 +224,9 @@ class VirtualTrainer:
                 parameter.copy_(value)
 
     def _step(self, rate: float, mean_staleness: float) -> None:
+        if self._momentum is not None and self._momentum.form is MomentumForm.CHANGE:
+            self._add_changes(rate)
+            return
         groups, corrections = self.optimizer.param_groups, self._corrections
         before = [{name: group[name] for name in ("lr", "momentum") if name in group} for group in groups]
         for group in groups:
@@ -201,6 +236,12 @@ class VirtualTrainer:
         self.optimizer.step()
         for group, values in zip(groups, before, strict=True):
             group.update(values)
+
+    def _add_changes(self, rate: float) -> None:
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=rate)
 
     def _load_buffers(self, worker: int) -> None:
         if worker in self._buffers:

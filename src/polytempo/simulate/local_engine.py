@@ -170,11 +170,7 @@ class LocalEngine(SimulationEngine):
         wasted = worker.wasted
         super()._drop(action, now)
         worker.wasted = wasted + self._progress_of[action.worker].sent.pop(action.step)[1]
-        if self._learner:
-            self._learner.lose(action.worker)
 
     def _end_life(self, worker: Worker) -> None:
         super()._end_life(worker)
         self._progress_of[worker.rank] = LocalProgress()
-        if self._learner:
-            self._learner.end(worker.rank)

@@ -100,12 +100,12 @@ class VirtualLocalTrainer(VirtualTrainer):
         replica.sent.append((replica.pending, replica.read))
         replica.pending = []
 
-    def lose(self, worker: int) -> None:
+    def lose(self, worker: int, step: int, version: int) -> None:
         """The oldest push in flight is not applied."""
         replica = self._replicas[worker]
         replica.settle(len(replica.sent.popleft()[0]))
 
-    def end(self, worker: int) -> None:
+    def end(self, worker: int, finished: bool) -> None:
         """A worker has left."""
         self._replicas.pop(worker, None)
 

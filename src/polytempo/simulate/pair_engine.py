@@ -178,8 +178,6 @@ class PairEngine(SimulationEngine):
         if (request := self._states[worker.rank].request) is not None:
             self._askers.get(request.receiver, set()).discard(worker.rank)
         self._states[worker.rank] = PairState(worker.rank)
-        if self._learner:
-            self._learner.end(worker.rank, worker.next_step >= self._steps_each)
 
     def _release(self, release: Release, now: float) -> None:
         self._released[release.worker] = release

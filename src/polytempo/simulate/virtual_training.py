@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polytempo.optim.worker_momentum import known_name
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.block_trainer import VirtualBlockTrainer
 from polytempo.simulate.cluster import Cluster
@@ -87,7 +88,8 @@ def train_virtually(
         model: The model; it is not changed.
         data: (train, test), each a pair of tensors or a data set.
         loss: A function of outputs and targets.
-        sync: The mode, such as `"ssp:3"`.
+        sync: The mode, such as `"ssp:3"`. What it leaves to the optimizer is written out in the outcome and the record, as
+            in a live job: `asp` with momentum is `asp,momentum=lookahead`.
         cluster: The machines and links; four equal workers by default.
         via: As in `simulate_job`.
         optimizer: Makes an optimizer from a list of parameters; plain SGD at 0.1 by default.
@@ -104,9 +106,9 @@ def train_virtually(
     Raises:
         UsageError: The mode, the way or the budget cannot be used.
     """
-    spec = parse_spec(sync)
-    train, test = as_tensors(data[0], "training data"), as_tensors(data[1], "test data")
     cluster = cluster or Cluster()
+    spec = settled_spec(sync, model, optimizer, cluster.workers)
+    train, test = as_tensors(data[0], "training data"), as_tensors(data[1], "test data")
     ranks = cluster.ranks()
     batches = [cluster.batches.get(rank, cluster.batch) for rank in ranks]
     with torch.random.fork_rng(devices=[]):
@@ -116,7 +118,7 @@ def train_virtually(
         trainer.observers.append(lambda now: curve.update({now: _evaluate(trainer, test, metric)}))
         outcome = simulate_job(
             cluster,
-            sync,
+            spec.text,
             via=via,
             seed=seed,
             record=record,
@@ -126,6 +128,12 @@ def train_virtually(
             **budget,
         )
     return TrainingRun(outcome, tuple(curve.items()), trainer.evaluable(), trainer.spread.mean)
+
+
+def settled_spec(sync: str, model: nn.Module, optimizer: OptimizerFactory, workers: int) -> Spec:
+    """A mode with what it leaves to the optimizer written out, as a live job of this number of workers has it."""
+    made = optimizer([p for p in model.parameters() if p.requires_grad])
+    return parse_spec(sync).settled(known_name(made), made.param_groups, workers=workers)
 
 
 VirtualTrainers = VirtualTrainer | VirtualBlockTrainer | VirtualGossipTrainer

@@ -181,6 +181,12 @@ class Trainer(Protocol):
     def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
         """Make the next version from gradients taken at these versions; each of them has then one reader less."""
 
+    def lose(self, worker: int, step: int, version: int) -> None:
+        """A push, taken at this version, is not applied; the version has one reader less."""
+
+    def end(self, worker: int, finished: bool) -> None:
+        """A worker has left, with all its steps made or not; what it alone had is dropped."""
+
     def observe(self, now: float) -> None:
         """Evaluate."""
 
@@ -215,12 +221,6 @@ class LocalTrainer(Trainer, Protocol):
 
     def send(self, worker: int) -> None:
         """The gradients since the last push are in flight."""
-
-    def lose(self, worker: int) -> None:
-        """The oldest push in flight is not applied."""
-
-    def end(self, worker: int) -> None:
-        """A worker has left; its state is dropped."""
 
 
 class SentBlock(Protocol):
@@ -260,7 +260,7 @@ class BlockTrainer(Protocol):
     def close(self) -> None:
         """The run has ended."""
 
-    def end(self, worker: int) -> None:
+    def end(self, worker: int, finished: bool) -> None:
         """A worker has left; its state is dropped."""
 
 
@@ -275,6 +275,9 @@ class GossipTrainer(Protocol):
 
     def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
         """A push has come: nothing to do."""
+
+    def lose(self, worker: int, step: int, version: int) -> None:
+        """A push is not applied: nothing to do."""
 
     def observe(self, now: float) -> None:
         """Evaluate the mean of all models."""

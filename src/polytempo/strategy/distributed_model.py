@@ -193,7 +193,8 @@ class DistributedModel:
 
         Returns:
             `state` by parameter name, and `param_groups` with the names of their parameters. Servers' state is read from
-            them; in modes with local steps it is this replica's. The outer momentum of diloco is not part of it.
+            them; where each worker keeps its own, with local steps or momentum of its own, it is this replica's. The outer
+            momentum of diloco is not part of it.
         """
         with self._failing_together():
             return self._state.gather_optimizer(self.optimizer.state_dict(), self._made.names)
@@ -231,7 +232,7 @@ class DistributedModel:
         self.consolidate()
         with self._failing_together():
             positions = joint_positions(self._groups.job, self.mesh, self._made.session, self._earlier)
-            said, ranks = "", self._own_state() if self.optimizer.spec.averaging is not None else []
+            said, ranks = "", self._own_state() if self.optimizer.spec.at_workers else []
             if self.point.data == 0:
                 model = self._state.gather()
                 optimizer = self._state.gather_optimizer(self.optimizer.state_dict(), self._made.names)
@@ -271,7 +272,7 @@ class DistributedModel:
         return extra
 
     def _own_state(self) -> list[Any]:
-        """Of all ranks what is their own in modes with local steps: optimizer state, and outer momentum."""
+        """Of all ranks what is their own: optimizer state that no server has, and outer momentum."""
         mine = self.optimizer.state_dict()
         return exchanged(self._groups.job, {name: mine[name] for name in ("state", "outer") if name in mine})
 

@@ -7,10 +7,13 @@ memory on the servers). With d the change that a worker's own optimizer makes an
 
     d + b (d - d_before)        momentum=lookahead
 
-d_before is its change of the step before, at the rate of this one. For SGD, v = m v + g and d = -lr v, so this is
--lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the servers run SGD without momentum. Other rules
-push the change itself. b is 0 where the rule looks ahead already (`nesterov=True`, NAdam): `lookahead` and `worker` are one
-there.
+d_before is its change of the step before, at the rate of this one. The first change of a rule that divides by the gradient's
+size is pushed as it is: it is as large as any, whatever the gradient. (Extrapolated, it costs 0.7 points on digits with
+Adam, 16 workers and twice the rate of bsp.)
+
+For SGD, v = m v + g and d = -lr v, so this is -lr (g + m v): Nesterov's form. There g + m v is pushed as a gradient, and the
+servers run SGD without momentum. Other rules push the change itself. b is 0 where the rule looks ahead already
+(`nesterov=True`, NAdam): `lookahead` and `worker` are one there.
 
     momentum=lookahead   as above: the default of asp, ssp, dssp, every and delay, where the optimizer has momentum
     momentum=worker      d alone: the momentum of each worker, without the look-ahead
@@ -26,10 +29,13 @@ leaves them out means the servers' momentum and 1/n, as records and checkpoints 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+from polytempo.errors import UsageError
 from polytempo.options import ArgumentReader
 
 LOOKAHEAD, WORKER, SERVER, ASYNC = "lookahead", "worker", "server", "async"
@@ -43,13 +49,35 @@ def _read(text: str) -> str:
     return text
 
 
-#: The option of every mode that keeps momentum at workers by default.
+def _read_spike(text: str) -> float:
+    value = float(text)
+    if not 1 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+#: The options of every mode that keeps momentum at workers by default.
 MOMENTUM: Mapping[str, ArgumentReader] = {
-    "momentum": ArgumentReader(f"{', '.join(_KNOWN[:-1])} or {ASYNC}", _read, LOOKAHEAD)
+    "momentum": ArgumentReader(f"{', '.join(_KNOWN[:-1])} or {ASYNC}", _read, LOOKAHEAD),
+    "spike": ArgumentReader("a number from 1 on", _read_spike, "1.5"),
 }
+
+#: What `spike` is where it is chosen, and how fast the usual length of a gradient follows.
+SPIKE, FOLLOWS = 1.5, 0.05
+
+#: What a parameter group has on servers that run SGD without momentum, since each worker keeps its own.
+BARE: Mapping[str, Any] = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 #: Hyper-parameters of one parameter group.
 GroupSettings = Mapping[str, Any]
+
+
+class MomentumForm(Enum):
+    """What a worker pushes that keeps momentum of its own."""
+
+    NONE = ""  #: it keeps none
+    GRADIENT = "gradient"  #: a look-ahead gradient, with which servers run SGD without momentum
+    CHANGE = "change"  #: what its optimizer has changed, extrapolated
 
 
 @dataclass(frozen=True)
@@ -91,9 +119,58 @@ RULES: Mapping[str, UpdateRule] = {
 }
 
 
-def is_gradient_form(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
-    """Is the look-ahead a gradient, for servers that run SGD without momentum? For every SGD but one with dampening."""
-    return optimizer == "SGD" and not any(group.get("dampening") for group in groups)
+def form_of(optimizer: str, groups: Sequence[GroupSettings]) -> MomentumForm:
+    """What is pushed where workers keep momentum: a gradient of every SGD but one with dampening, a change of all others."""
+    plain = optimizer == "SGD" and not any(group.get("dampening") for group in groups)
+    return MomentumForm.GRADIENT if plain else MomentumForm.CHANGE
+
+
+def check_kept(text: str, optimizer: str, kind: str, why_not: str = "") -> None:
+    """Refuse a spec that keeps momentum at each worker where that is not possible.
+
+    Args:
+        text: The spec.
+        optimizer: The name of the class, where it is torch's own; else empty.
+        kind: Its name in any case.
+        why_not: Another reason, if there is one.
+    """
+    if why_not or optimizer not in RULES:
+        why = why_not or f"the look-ahead of {kind} is not known"
+        raise UsageError(f"{text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
+
+
+def has_momentum(optimizer: str, groups: Sequence[GroupSettings]) -> bool:
+    """Has it momentum, as far as is known? Of a class that is not in `RULES` its options say so."""
+    rules = [RULES[optimizer]] if optimizer in RULES else [UpdateRule(False, "momentum"), UpdateRule(False, "betas")]
+    return any(rule.momentum_in(group) for rule in rules for group in groups)
+
+
+def calmed(length: float, usual: float, spike: float) -> tuple[float, float]:
+    """What a gradient of this length is multiplied by, and the usual length from then on.
+
+    Args:
+        length: Its norm.
+        usual: The running mean of norms so far; 0 where none is known.
+        spike: A longer gradient than so many times the usual one is shortened to that.
+    """
+    if not usual or not 0 < length < math.inf:  # nothing is learned from no gradient, or from one that is not finite
+        return 1.0, usual or (length if length < math.inf else 0.0)
+    counted = min(length, spike * usual)
+    return counted / length, usual + FOLLOWS * (counted - usual)
+
+
+#: Steps in which a worker comes in that joins a job under way, where its rule divides by the size of gradients.
+COMING_IN = 20
+
+
+def share_of_joiner(optimizer: str, step: float) -> float:
+    """What the push of this step counts for, from 1 on, of a worker that has joined a job under way with a fresh optimizer.
+
+    A rule that divides by the size of gradients knows little of it at first, and makes steps as long as at the start of a
+    training: digits with Adam, joined after 1,200 updates, went from a loss of 0.006 to 0.43 at once, and to 0.02 like this.
+    A linear one has no such steps, nor has a worker that comes back from a pause with the state that it had.
+    """
+    return 1.0 if RULES[optimizer].linear else min(1.0, step / (COMING_IN + 1))
 
 
 def chosen_options(
@@ -112,8 +189,10 @@ def chosen_options(
     if rule is None or workers < 2:
         return {}
     chosen = {}
-    if "momentum" not in given and any(rule.momentum_in(group) for group in groups):
+    if "momentum" not in given and has_momentum(optimizer, groups):
         chosen["momentum"] = SERVER if why_not else LOOKAHEAD
+        if chosen["momentum"] == LOOKAHEAD and form_of(optimizer, groups) is MomentumForm.GRADIENT and "spike" not in given:
+            chosen["spike"] = f"{SPIKE:g}"
     if "scale" not in given and not rule.linear:
         chosen["scale"] = "sqrt"
     return chosen

@@ -27,7 +27,7 @@ from polytempo.sync.dssp_paper import DSSP_PAPER
 from polytempo.sync.every import EVERY
 from polytempo.sync.gossip import GOSSIP, GossipSpec
 from polytempo.sync.local_sgd import LOCAL, Averaging
-from polytempo.sync.mode import Mode
+from polytempo.sync.mode import Mode, rate_of
 from polytempo.sync.momentum import ASYNC, LOOKAHEAD, MOMENTUM, SERVER, WORKER, GroupSettings, chosen_options
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import SSP
@@ -128,6 +128,29 @@ class Spec:
         momentum = self.options.get("momentum") if self.mode.keeps_momentum else None
         return str(momentum) if momentum in (LOOKAHEAD, WORKER) else ""
 
+    def own_push_rate(self, workers: int) -> float:
+        """How far an unanswered push of a worker's own moves the values that it computes on, in parts of its rate.
+
+        It stands for those of the other workers, too, which have as many under way. 0: the worker computes on the values
+        as it has read them.
+        """
+        return workers * rate_of(self.options.get("scale"), workers) if self.ahead and self.worker_momentum else 0.0
+
+    @property
+    def spike(self) -> float:
+        """From how many times the usual length on a worker shortens a gradient; 0: none."""
+        return float(self.options.get("spike", 0.0))
+
+    @property
+    def at_workers(self) -> bool:
+        """Does each worker keep the state of an optimizer of its own?"""
+        return self.averaging is not None or bool(self.worker_momentum)
+
+    @property
+    def needs_server(self) -> str:
+        """Why momentum must stay on the servers in this mode; empty where it need not."""
+        return "dc and dca correct gradients there" if self.corrections.compensation else ""
+
     def settled(self, optimizer: str, groups: Sequence[GroupSettings], *, workers: int, needs_server: str = "") -> Spec:
         """With the options written out that it leaves to the optimizer; they are part of its text, and are recorded.
 
@@ -139,11 +162,32 @@ class Spec:
         """
         if self.mode.rule or "scale" not in self.mode.options:
             return self
-        why_not = needs_server or ("dc and dca correct gradients on the servers" if self.corrections.compensation else "")
+        why_not = needs_server or self.needs_server
         chosen = chosen_options(optimizer, groups, self.options, workers=workers, why_not=why_not)
         if not self.mode.keeps_momentum:
-            chosen.pop("momentum", None)
+            chosen = {name: value for name, value in chosen.items() if name not in MOMENTUM}
         return parse_spec(",".join([self.text, *(f"{name}={value}" for name, value in chosen.items())])) if chosen else self
+
+    def told(self, optimizer: str, fallback: str) -> str:
+        """What a user is to know of options that were written out for an optimizer, in a line; empty where it is nothing.
+
+        Args:
+            optimizer: The name of its class.
+            fallback: Why servers keep the momentum, where the mode would have each worker keep its own.
+        """
+        if self.worker_momentum:
+            pushed = "its look-ahead" if self.worker_momentum == LOOKAHEAD else "what it steps along"
+            return (
+                f"{self.text}: each worker keeps the momentum of its own {optimizer} and pushes {pushed}; momentum=server "
+                "keeps one for all on the servers"
+            )
+        if fallback:
+            return (
+                f"{self.text}: momentum stays on the servers: {fallback}; a rate that is right for bsp may be too high there"
+            )
+        if self.options.get("scale") == "sqrt":
+            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts 1/sqrt(n)"
+        return ""
 
     @property
     def rule_options(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.balance import BALANCE
-from polytempo.sync.momentum import LOOKAHEAD
+from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.communication import Group
@@ -81,7 +81,6 @@ from polytempo.train.update import (
     unscale,
 )
 from polytempo.train.validation import (
-    MomentumForm,
     OptimizerArguments,
     check_choices,
     check_order,
@@ -178,7 +177,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._given: GivenState | None = None  # until the first step
         if self._momentum is not MomentumForm.NONE:
             self._given = GivenState(session, self._name, WorkerOptimizerState(optimizer))
-            if optimizer.state and session.rank == min(ranks.members, default=0):
+            if optimizer.state and not session.job.resumed and session.rank == min(ranks.members, default=0):
                 self._given.give()
         fragments = self._take_part(averaged, among_workers) if together else []
         report = OwnReport(session.rank, self._params, self._circumstances) if together and session.client is None else None
@@ -189,7 +188,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         looks_ahead = spec.worker_momentum == LOOKAHEAD
-        change = ChangeMomentum(optimizer, looks_ahead) if self._momentum is MomentumForm.CHANGE else None
+        joins = self._reducer is not None and self._reducer.client_state.version > 0 and not session.job.resumed
+        change = ChangeMomentum(optimizer, looks_ahead, joins) if self._momentum is MomentumForm.CHANGE else None
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments, change)
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
@@ -248,7 +248,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _gradient_momentum(self) -> GradientMomentum | None:
         looks_ahead = self._spec.worker_momentum == LOOKAHEAD
-        return GradientMomentum(self.inner, looks_ahead) if self._momentum is MomentumForm.GRADIENT else None
+        return (
+            GradientMomentum(self.inner, looks_ahead, self._spec.spike) if self._momentum is MomentumForm.GRADIENT else None
+        )
 
     def _spec_of(self, special: str) -> OptimizerSpec:
         """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
@@ -553,7 +555,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return state | ({"outer": outer} if (outer := self._update.outer_state()) else {})
         if reducer is not None and reducer.holds_state:
             state["state"] = self._tables.torch_state(reducer.read_state(), reducer.spec.tensors, self._params)
-            state |= {"filters": residual} if (residual := reducer.residual()) else {}
+        if reducer is not None and (residual := reducer.residual()):
+            state["filters"] = residual
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -567,12 +570,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         reducer = self._reducer
         if isinstance(self._update, LocalStepUpdate):
             self._update.load_outer_state(state_dict.get("outer", []))
-        elif self._given is not None:
+            return
+        if self._given is not None:
             self._given.give()
         elif reducer is not None and reducer.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
             reducer.load_state(self._tables.segments_of(state, reducer.spec.tensors, self._params))
+        if reducer is not None:
             reducer.load_residual(state_dict.get("filters", {}))
 
     @property

@@ -139,6 +139,7 @@ class Registered:
         self._generators: list[tuple[RngState, Any]] = []  # to be set before the first batch
         self._recalled: dict[str, dict[str, tuple[SavedObject, list[Bytes]]]] = {}
         self._step = self._size = 0  # of the checkpoint that the job goes on from
+        self._pushed = -1  # the last push in it of a worker of this rank
 
     def add(self, one: Any, per_rank: bool, name: str = "", averaged: bool = False) -> None:
         """Take an object in, and load it where the job goes on from a checkpoint; `averaged`: a job of another number of
@@ -175,7 +176,7 @@ class Registered:
                 self._say(f"the checkpoint has no state of {name}: it starts as the script has made it")
             return
         newest = max(saved.exchange for saved, _ in self._recall(NEWEST).values())
-        due = self._step - 1 if parse_spec(self._session.job.sync).mode is BSP else newest
+        due = self._due(newest)
         if held[0].exchange < due and (due != newest or _size(held[1]) > LARGE or per_rank):
             self._say(
                 f"the state of {name} in the checkpoint is of step {held[0].exchange + 1}, and the parameters of step "
@@ -186,6 +187,13 @@ class Registered:
         if isinstance(one, RngState):
             self._generators.append((one, state))
 
+    def _due(self, newest: int) -> int:
+        """The push after which the state in the checkpoint should be. Without rounds each worker has made its own number."""
+        spec = parse_spec(self._session.job.sync)
+        if spec.mode is BSP:
+            return self._step - 1
+        return newest if spec.mode.barrier or spec.averaging is not None else self._pushed
+
     def mean(self, name: str) -> Any:
         """Of an object that is not registered here, the mean of what the checkpoint has of all workers; None where it has
         nothing."""
@@ -195,7 +203,7 @@ class Registered:
     def _recall(self, which: str) -> dict[str, tuple[SavedObject, list[Bytes]]]:
         if which not in self._recalled:
             self._recalled[which], message = _recalled(self._session, which)
-            self._step, self._size = message.step, message.size
+            self._step, self._size, self._pushed = message.step, message.size, message.due
         return self._recalled[which]
 
     def _say(self, text: str) -> None:
@@ -230,16 +238,20 @@ class Registered:
             return
         fresh: dict[str, Packed] = {}
         same: list[str] = []
+        partial = False
         for name, one in self._objects.items():
             packed = self._packed(name, one, drawn)
             if _size(packed[2]) + len(packed[0]) > LARGE:
                 fresh |= {name: packed} if whole else {}
+                partial = partial or not whole
             elif _same(packed, self._sent.get(name)):
                 same.append(name)
             else:
                 fresh[name] = self._sent[name] = packed
         objects = tuple(SavedObject(name, structure, dtypes, clock.pushed) for name, (structure, dtypes, _) in fresh.items())
-        report = ScriptState(objects=objects, exchange=clock.pushed, same=tuple(same), checkpoint=clock.wanted)
+        report = ScriptState(
+            objects=objects, exchange=clock.pushed, same=tuple(same), checkpoint=clock.wanted, partial=partial
+        )
         clock.wanted, self._marked = "", clock.pushed
         self._whole = clock.pushed if whole else self._whole
         assert self._session.client is not None

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,20 +155,30 @@ class PushChange(StepUpdate):
 
     def _change(self, closure: Callable[[], Any] | None) -> tuple[FlatBuffer, Any]:
         """What the optimizer changes, and what the closure returned."""
-        copier, loss = self._reducer.copier, None
-        buffer, _ = self._reducer.buffer_of(lambda param: param.detach())
-        if closure is None:
-            step_unwrapped(self._wrapped.optimizer)
+        reducer, copier, momentum = self._reducer, self._reducer.copier, self._momentum
+        if momentum is not None and copier.on_gpu:
+            before = [param.detach().clone() for param in copier.params]
+            loss = self._step(closure)
+            pushed = momentum.pushes(copier.params, before)
+            buffer, _ = reducer.buffer_of(lambda param: pushed[id(param)])
         else:
-            with torch.enable_grad():
-                loss = self._wrapped.optimizer.step(closure)
-        if self._momentum is None:
-            copier.subtract_from_values(buffer)
-        else:
-            for index, param in enumerate(copier.params):
-                buffer.found_finite(index, self._momentum.push(param, buffer.view(index)))
+            buffer, _ = reducer.buffer_of(lambda param: param.detach())
+            loss = self._step(closure)
+            if momentum is None:
+                copier.subtract_from_values(buffer)
+            else:
+                for index, param in enumerate(copier.params):
+                    buffer.found_finite(index, momentum.push(param, buffer.view(index)))
         copier.watch.record()
         return buffer, loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                return self._wrapped.optimizer.step(closure)
+        with nullcontext() if self._momentum is None else dense_gradients(self._reducer.copier.params):
+            step_unwrapped(self._wrapped.optimizer)
+        return None
 
 
 class StepOnMean(StepUpdate):
@@ -247,6 +257,17 @@ def step_unwrapped(optimizer: torch.optim.Optimizer) -> None:
         inspect.unwrap(type(optimizer).step)(optimizer)
     else:
         optimizer.step()
+
+
+@contextmanager
+def dense_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Sparse gradients are dense inside, as servers take them: most optimizers refuse sparse ones."""
+    sparse = [(param, param.grad) for param in params if param.grad is not None and param.grad.layout != torch.strided]
+    for param, grad in sparse:
+        param.grad = grad.to_dense()
+    yield
+    for param, grad in sparse:
+        param.grad = grad
 
 
 def unscale(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:

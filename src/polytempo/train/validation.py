@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +13,17 @@ import torch
 from polytempo.compression.chain import PushPullCompression
 from polytempo.errors import UsageError, nearest
 from polytempo.mesh import ReplicaRanks
+from polytempo.optim.worker_momentum import known_name
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
-from polytempo.sync.momentum import RULES, is_gradient_form
+from polytempo.sync.momentum import RULES, MomentumForm, check_kept, form_of, has_momentum
 from polytempo.sync.spec import COMPARED, Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
 
-
-class MomentumForm(Enum):
-    """What a worker pushes that keeps momentum of its own (`sync/momentum.py`)."""
-
-    NONE = ""  #: it keeps none
-    GRADIENT = "gradient"  #: a look-ahead gradient, with which servers run SGD without momentum
-    CHANGE = "change"  #: what the wrapped optimizer has changed, extrapolated
+#: Options with which torch's step refuses a model's parameters on the CPU, and does not refuse what servers hold.
+ON_SERVERS = ("capturable", "differentiable")
 
 
 class SettledMode(NamedTuple):
@@ -75,14 +70,14 @@ class OptimizerArguments:
         if self.model is not None and together and not here and spec.local is None:
             mirrored = sparse_embedding_tables(self.model, self.optimizer, self.params, self.groups)
         has_tables = self.server_tables or bool(mirrored)
-        momentum = MomentumForm.NONE
+        momentum, fallback = MomentumForm.NONE, ""
         if together and not spec.mode.barrier:
-            workers = len(ranks.members) or self.session.size
-            spec, momentum = self._with_momentum(spec, workers, has_tables)
+            workers = len(ranks.members) or self.session.size  # those that come later are among them
+            spec, momentum, fallback = self._with_momentum(spec, workers, has_tables)
             here = here or momentum is MomentumForm.CHANGE
         check_combination(self.optimizer, self.model, self.buffers, self.clip_norm, spec, here, has_tables)
         apply = "delta" if momentum is MomentumForm.CHANGE else self.apply
-        specs = SpecBuilder(spec, apply, self.optimizer, self.compression, self.clip_norm, ranks.members)
+        specs = SpecBuilder(spec, apply, self.optimizer, self.compression, self.clip_norm, ranks.members, fallback)
         if together:
             check_deadlines(spec, self.apply, self.buffers, among_workers)
         specs.check(here, together, among_workers)
@@ -90,33 +85,35 @@ class OptimizerArguments:
             check_unique(self.params, self.names, on_servers=not among_workers)
         return SettledMode(spec, ranks, together, among_workers, here, momentum, mirrored, specs)
 
-    def _with_momentum(self, spec: Spec, workers: int, has_tables: bool) -> tuple[Spec, MomentumForm]:
-        """The spec with its defaults written out, and the form of the momentum that each worker keeps."""
-        kind = type(self.optimizer)
-        name = kind.__name__ if getattr(torch.optim, kind.__name__, None) is kind else ""
-        groups = self.optimizer.param_groups
-        form = MomentumForm.GRADIENT if is_gradient_form(name, groups) else MomentumForm.CHANGE
-        why_not = self._why_on_servers(form, has_tables)
-        if spec.worker_momentum and (why_not or name not in RULES or self.apply == "delta"):
-            why = why_not or (
-                "apply='delta' pushes what the script's optimizer changes"
-                if self.apply == "delta"
-                else f"it knows the momentum of {', '.join(RULES)}, and not of {kind.__name__}"
-            )
-            raise UsageError(f"{spec.text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
-        if self.apply != "delta":
-            spec = spec.settled(name, groups, workers=workers, needs_server=why_not)
-        return spec, form if spec.worker_momentum else MomentumForm.NONE
+    def _with_momentum(self, given: Spec, workers: int, has_tables: bool) -> tuple[Spec, MomentumForm, str]:
+        """The spec with its defaults written out, the form of the momentum that each worker keeps, and, where servers keep
+        it though the mode would not have it so, why."""
+        name, groups = known_name(self.optimizer), self.optimizer.param_groups
+        form = form_of(name, groups)
+        why_not = given.needs_server or self._why_on_servers(name, form, has_tables)
+        if given.worker_momentum:
+            of_delta = "apply='delta' pushes what the script's optimizer changes" if self.apply == "delta" else ""
+            check_kept(given.text, name, type(self.optimizer).__name__, why_not or of_delta)
+        if self.apply == "delta":
+            return given, MomentumForm.NONE, ""
+        spec = given.settled(name, groups, workers=workers, needs_server=why_not)
+        is_open = workers > 1 and given.mode.keeps_momentum and "momentum" not in given.options
+        fallback = why_not if is_open and has_momentum(name, groups) else ""
+        return spec, form if spec.worker_momentum else MomentumForm.NONE, fallback
 
-    def _why_on_servers(self, form: MomentumForm, has_tables: bool) -> str:
+    def _why_on_servers(self, name: str, form: MomentumForm, has_tables: bool) -> str:
         """Why momentum has to stay on the servers; empty where it need not."""
-        if any(param.is_cuda for param in self.params):
-            return "parameters are on a GPU"
-        if form is MomentumForm.CHANGE and not self.compression.is_lossless:
-            return f"compression is for gradients, and {type(self.optimizer).__name__} would push changes of values"
-        if form is MomentumForm.CHANGE and has_tables:
-            return f"the servers run {type(self.optimizer).__name__} for the rows of tables"
-        return ""
+        kind = type(self.optimizer).__name__
+        if name not in RULES:
+            return f"the look-ahead of {kind} is not known"
+        if form is MomentumForm.GRADIENT:
+            return ""
+        if not self.compression.is_lossless:
+            return f"compression is for gradients, and {kind} would push changes of values"
+        if has_tables:
+            return f"the model has tables, whose rows go with gradients, and {kind} would push changes of values"
+        on_servers = [name for name in ON_SERVERS if any(group.get(name) for group in self.optimizer.param_groups)]
+        return f"with {on_servers[0]}=True {kind} does not run on a worker's parameters" if on_servers else ""
 
     def refused(self) -> tuple[str, ...]:
         """Of the modes that advice compares, those that these arguments refuse."""
