@@ -10,7 +10,7 @@ Of each step in a push a worker tells four numbers; samples of its tensors will 
 Loss, gradient and size are compared with their levels at the start, so that nothing depends on their units. These are taken
 from the first pushes, two of each worker and at least 8: of gradients the median; of losses the upper quartile, since a few
 batches may be easy; of sizes the least, since from zero growth says nothing. Of the last steps, 4 of each worker and at
-least 16, three in four must show
+least 16, two in three must show
 
     thrown    the loss is above its level, and the values are thrown about: they change by more than 15 % at gradients of 3
               times their level, or by so much that rise * change^2 is above 1 %, or gradients are 10,000 times as large
@@ -28,7 +28,7 @@ In a healthy training values change by 0.1 to 10 % in a step, and by more only i
 that is too high, while the loss falls. So single spikes, warm-up, restarts, and losses that start high or rise slowly are no
 divergence, and neither is noise around a loss of zero, nor a loss that says little, as in reinforcement learning.
 
-A training has come back when three in four losses are a quarter below their level at the start; after a number that was not
+A training has come back when nine in ten losses are a quarter below their level at the start; after a number that was not
 finite, when as many steps in a row are finite.
 """
 
@@ -48,9 +48,9 @@ SPOILED = 4
 #: Steps that are looked at together: of each worker, and at least; for `lost` this many times more.
 STEPS, TOGETHER, LONGER = 4, 16, 3
 #: The share of them that must show it.
-MOST = 0.75
-#: Below its level at the start by this share, a loss has come back.
-BACK = 0.25
+MOST = 2 / 3
+#: Below its level at the start by this share, a loss has come back; how many of them must have.
+BACK, MOST_BACK = 0.25, 0.9
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class DivergenceRule:
     def _verdict(self) -> Divergence | None:
         found = self.found
         if found is None or found.recovered:
-            if self._start is None or not (_most(self._thrown) or _most(self._lost)):
+            if self._start is None or not (_show(self._thrown, MOST) or _show(self._lost, MOST)):
                 return None
             now = _medians(self._last)
             self._back.clear()
@@ -179,7 +179,7 @@ class DivergenceRule:
                 _ratio(now.size, self._start.size),
             )
             return self.found
-        if _most(self._back) if found.finite else self._finite >= TOGETHER:
+        if _show(self._back, MOST_BACK) if found.finite else self._finite >= TOGETHER:
             self._thrown.clear()
             self._lost.clear()
             self.found = replace(found, recovered=True)
@@ -207,6 +207,6 @@ def _ratio(value: float, level: float) -> float:
     return value / level if level > 0 else 1.0
 
 
-def _most(shown: deque[bool]) -> bool:
-    """Do most of them show it, and are there as many as are looked at?"""
-    return len(shown) == shown.maxlen and sum(shown) >= MOST * len(shown)
+def _show(shown: deque[bool], share: float) -> bool:
+    """Do so large a share of them show it, and are there as many as are looked at?"""
+    return len(shown) == shown.maxlen and sum(shown) >= share * len(shown)
