@@ -185,8 +185,9 @@ class Spec:
             return (
                 f"{self.text}: momentum stays on the servers: {fallback}; a rate that is right for bsp may be too high there"
             )
-        if self.options.get("scale") == "sqrt":
-            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts 1/sqrt(n)"
+        if isinstance(scale := self.options.get("scale"), str):
+            counts = "1/sqrt(n)" if scale == "sqrt" else scale
+            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts {counts}"
         return ""
 
     @property
