@@ -26,8 +26,8 @@ such a rule has momentum, too, 1/sqrt(n) is too much at the best rate of bsp and
 (examples/gpt.py, 4 workers, loss against bsp at 2e-3, 4e-3 and its best, 8e-3: +0.5, +0.6, -1.8 %; by 1/sqrt(n) -2.9, -0.8,
 +3.6 %).
 
-Defaults are chosen once for each optimizer, and written out: `asp` becomes `asp,momentum=lookahead,scale=n^-0.75`. A spec that
-leaves them out means the servers' momentum and 1/n, as records and checkpoints of earlier versions have it.
+Defaults are chosen once for each optimizer, and written out: `asp` becomes `asp,momentum=lookahead,scale=n^-0.75`. A spec
+that leaves them out means the servers' momentum and 1/n, as records and checkpoints of earlier versions have it.
 """
 
 from __future__ import annotations
