@@ -406,5 +406,4 @@ def test_the_first_pushes_of_who_was_away_or_joins_do_not_throw_the_job_back(nam
     before, *after = losses
     assert before < 0.2
     assert max(after) < 3.5 * before, "it may rise for a while"
-    assert what == "away" or max(after[:5]) < 1.15 * before, "by a third at once, if Adam did not come in by degrees"
     assert min(after[-10:]) < before, "and training goes on"
