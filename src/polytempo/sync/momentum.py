@@ -170,8 +170,9 @@ def share_of_joiner(optimizer: str, step: float) -> float:
     """What the push of this step counts for, from 1 on, of a worker that has joined a job under way with a fresh optimizer.
 
     A rule that divides by the size of gradients knows little of it at first, and makes steps as long as at the start of a
-    training: digits with Adam, joined after 1,200 updates, went from a loss of 0.006 to 0.43 at once, and to 0.02 like this.
-    A linear one has no such steps, nor has a worker that comes back from a pause with the state that it had.
+    training: digits with Adam, joined after 1,200 updates, went from a loss of 0.006 to 0.03 with the first push and to 0.19
+    soon after; like this to 0.02. A linear one has no such steps, nor has a worker that comes back from a pause with the
+    state that it had.
     """
     return 1.0 if RULES[optimizer].linear else min(1.0, step / (COMING_IN + 1))
 
