@@ -21,7 +21,7 @@ NO_BETA = [{"lr": 0.001, "betas": (0.0, 0.999), "weight_decay": 0}]
 ADAGRAD = [{"lr": 0.01, "lr_decay": 0, "weight_decay": 0}]
 RMSPROP = [{"lr": 0.01, "alpha": 0.99, "momentum": 0}]
 
-AHEAD, SQRT = "momentum=lookahead", "scale=sqrt"
+AHEAD, SPIKE, SQRT = "momentum=lookahead", "spike=1.5", "scale=sqrt"
 #: Modes that keep momentum at workers.
 KEEPING = ("asp", "ssp:3", "dssp:3..15", "dssp-paper:3..15", "every:8", "every:8,wait=2", "delay:4")
 #: Modes that leave nothing to the optimizer.
@@ -44,10 +44,10 @@ def settled(text: str, optimizer: str, groups: list[dict[str, Any]], workers: in
 @pytest.mark.parametrize(
     ("optimizer", "groups", "added"),
     [
-        ("SGD", SGD, (AHEAD,)),
+        ("SGD", SGD, (AHEAD, SPIKE)),
         ("SGD", PLAIN, ()),
-        ("SGD", [*PLAIN, *SGD], (AHEAD,)),
-        ("SGD", [{**SGD[0], "nesterov": True}], (AHEAD,)),
+        ("SGD", [*PLAIN, *SGD], (AHEAD, SPIKE)),
+        ("SGD", [{**SGD[0], "nesterov": True}], (AHEAD, SPIKE)),
         ("SGD", [{**SGD[0], "dampening": 0.1}], (AHEAD,)),
         ("ASGD", [{"lr": 0.01}], ()),
         ("Adam", ADAM, (AHEAD, SQRT)),
@@ -98,12 +98,12 @@ def test_downpour_has_a_scale_and_no_momentum(text: str) -> None:
         ("asp,momentum=worker", "SGD", SGD, "asp,momentum=worker"),
         ("asp,momentum=async", "SGD", SGD, "asp,momentum=async"),
         ("asp,momentum=lookahead", "SGD", PLAIN, "asp,momentum=lookahead"),
-        ("asp,scale=1", "SGD", SGD, f"asp,scale=1,{AHEAD}"),
+        ("asp,scale=1", "SGD", SGD, f"asp,scale=1,{AHEAD},{SPIKE}"),
         ("ssp:3,scale=0.25", "Adam", ADAM, f"ssp:3,scale=0.25,{AHEAD}"),
-        ("ssp:3,scale=sqrt", "SGD", SGD, f"ssp:3,scale=sqrt,{AHEAD}"),
+        ("ssp:3,scale=sqrt", "SGD", SGD, f"ssp:3,scale=sqrt,{AHEAD},{SPIKE}"),
         ("delay:2,momentum=server", "Adam", ADAM, f"delay:2,momentum=server,{SQRT}"),
         ("delay:2,momentum=server,scale=1", "Adam", ADAM, "delay:2,momentum=server,scale=1"),
-        ("asp,lr=staleness,drop=8", "SGD", SGD, f"asp,lr=staleness,drop=8,{AHEAD}"),
+        ("asp,lr=staleness,drop=8", "SGD", SGD, f"asp,lr=staleness,drop=8,{AHEAD},{SPIKE}"),
         ("downpour:push=5,scale=1", "Adagrad", ADAGRAD, "downpour:push=5,scale=1"),
     ],
 )
@@ -165,7 +165,7 @@ def test_only_modes_that_keep_momentum_have_the_option() -> None:
             assert "\n" not in str(refused.value), name
     with pytest.raises(SpecError, match="lookahead, worker, server or async"):
         parse_spec("asp,momentum=servers")
-    assert set(MOMENTUM) == {"momentum"}
+    assert set(MOMENTUM) == {"momentum", "spike"}
 
 
 settings_of_groups = st.lists(
@@ -195,7 +195,7 @@ def test_any_spec_is_settled_once_and_says_all(
     after = parse_spec(settled(before.text, optimizer, groups, workers))
     assert after.text.startswith(before.text)
     assert before.options.items() <= after.options.items()
-    assert set(after.options) - set(before.options) <= {"momentum", "scale"}
+    assert set(after.options) - set(before.options) <= {"momentum", "scale", "spike"}
     has_momentum = optimizer in RULES and any(RULES[optimizer].momentum_in(group) for group in groups)
     if workers > 1 and has_momentum:
         assert "momentum" in after.options

@@ -23,7 +23,7 @@ from helpers import (
     made_params,
     set_gradients,
 )
-from own_momentum import ORDER, START, ByHand, Tensors, by_hand, gradient, played
+from own_momentum import ORDER, START, ByHand, Tensors, by_hand, gradient, played, shortened
 from tabled import lookup_batches, lookup_model
 from torch import nn
 
@@ -83,7 +83,8 @@ def test_the_rate_of_what_is_pushed_falls_with_staleness(options: str, rate: Cal
     make, scale = RULES[name]
     end, job, _ = played(f"asp,{options}", make)
     assert_close(end, by_hand(make, scale, of=corrected(rate)), rtol=1e-11)
-    assert told(job)[0].startswith(f"asp,{options},momentum=lookahead")
+    chosen = "momentum=lookahead,spike=1.5:" if name == "SGD" else "momentum=lookahead,scale=sqrt:"
+    assert told(job)[0].startswith(f"asp,{options},{chosen}")
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -159,7 +160,7 @@ def test_what_compression_holds_back_is_of_look_aheads(chain: str) -> None:
 def test_answers_that_are_compressed_leave_the_momentum_to_the_workers() -> None:
     make, scale = RULES["SGD"]
     end, job, _ = played("asp", make, compression={"pull": "topk:1"})
-    assert told(job)[0].startswith("asp,momentum=lookahead:")
+    assert told(job)[0].startswith("asp,momentum=lookahead,spike=1.5:")
     assert_close(end, by_hand(make, scale), rtol=1e-9)
 
 
@@ -306,16 +307,18 @@ def test_rows_keep_the_servers_rule_and_the_rest_its_momentum() -> None:
     with ThreadJob(2, 2, "asp") as job:
         ends = job.run(work)
     velocities = [[torch.zeros_like(param) for param in start.out.parameters()] for _ in range(2)]
+    usual = [[0.0 for _ in of] for of in velocities]
     for step in batches:
         for worker, batch in enumerate(step):
             differentiate(start, batch)
             with torch.no_grad():
                 start.embedding.weight.sub_(start.embedding.weight.grad.to_dense(), alpha=0.05)
-                for param, velocity in zip(start.out.parameters(), velocities[worker], strict=True):
-                    velocity.mul_(0.9).add_(param.grad)
-                    param.sub_(param.grad + 0.9 * velocity, alpha=0.05)
+                for index, (param, velocity) in enumerate(zip(start.out.parameters(), velocities[worker], strict=True)):
+                    grad, usual[worker][index] = shortened(param.grad, usual[worker][index])
+                    velocity.mul_(0.9).add_(grad)
+                    param.sub_(grad + 0.9 * velocity, alpha=0.05)
     assert_close(ends[0], [param.detach() for param in start.parameters()], rtol=1e-10)
-    assert told(job)[0].startswith("asp,momentum=lookahead")
+    assert told(job)[0].startswith("asp,momentum=lookahead,spike=1.5:")
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -358,7 +361,7 @@ def test_each_optimizer_has_its_own_way_and_alike_ones_are_told_of_once() -> Non
 
     with ThreadJob(2, 1, "asp") as job:
         specs = job.run(work)
-    look, sqrt = "asp,momentum=lookahead", "asp,momentum=lookahead,scale=sqrt"
+    look, sqrt = "asp,momentum=lookahead,spike=1.5", "asp,momentum=lookahead,scale=sqrt"
     assert specs == [[look, sqrt, look, "ssp:3"]] * 2
     assert [line.split(":")[0] for line in told(job)] == [look, sqrt]
 
@@ -486,4 +489,7 @@ def test_what_was_chosen_is_recorded_for_each_optimizer_and_replays(tmp_path: Pa
     check_record(tmp_path)
     meta = read_meta(tmp_path)
     assert meta["spec"] == "ssp:1"
-    assert meta["job"]["optimizers"] == {"0": "ssp:1,momentum=lookahead", "1": "ssp:1,momentum=lookahead,scale=sqrt"}
+    assert meta["job"]["optimizers"] == {
+        "0": "ssp:1,momentum=lookahead,spike=1.5",
+        "1": "ssp:1,momentum=lookahead,scale=sqrt",
+    }

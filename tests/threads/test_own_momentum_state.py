@@ -179,7 +179,7 @@ def test_a_state_that_is_too_large_for_every_report_is_a_push_ahead_at_most(
 
     played("asp", RULES["SGD"], noting, job_options={"checkpoint": tmp_path, "checkpoint_every": 2})
     file = load_file(tmp_path / "step-00000002" / "state-worker-0.safetensors")
-    assert_equal([file[f"0.{index}"].view(torch.float64) for index in range(3)], [v.reshape(-1) for v in velocities[3]])
+    assert_equal([file[f"0.{number}"].view(torch.float64) for number in (0, 2, 4)], [v.reshape(-1) for v in velocities[3]])
 
 
 def resumed_with(workers: int, sync: str, directory: Path, make: MakeOptimizer) -> list[State]:
