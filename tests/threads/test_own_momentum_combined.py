@@ -253,6 +253,27 @@ def test_what_the_user_asked_for_and_cannot_have_is_refused() -> None:
                 job.run(lambda session, make=make: make() and None)
 
 
+@pytest.mark.parametrize(
+    ("sync", "make", "options", "reason"),
+    [
+        ("asp,spike=2", ADAM, {}, "that of Adam is of changes"),
+        ("asp,spike=2", SGD, {"apply": "delta"}, "apply='delta' pushes what the script's optimizer changes"),
+        ("asp,spike=2", muon, {}, "the look-ahead of Muon is not known"),
+        ("asp,spike=2", lambda p: torch.optim.SGD(p, lr=0.05), {}, "SGD has none"),
+        ("asp,momentum=server,spike=2", SGD, {}, "momentum=server keeps it on the servers"),
+    ],
+)
+def test_spike_is_refused_where_it_could_do_nothing_but_to_one_worker_alone(
+    sync: str, make: MakeOptimizer, options: dict[str, Any], reason: str
+) -> None:
+    with ThreadJob(2, 1, sync) as job, pytest.raises(UsageError) as refused:
+        job.run(lambda session: plain(make, **options)() and None)
+    wanted = f"{sync}: spike= shortens gradients that go into momentum at each worker, and {reason}; leave it out"
+    assert wanted in str(refused.value)
+    with ThreadJob(1, 1, sync) as job:
+        assert job.run(lambda session: plain(make, **options)().spec.text) == [sync]
+
+
 def test_lbfgs_runs_on_the_worker_as_it_did() -> None:
     def work(session: Session) -> str:
         params = copied(START)

@@ -243,20 +243,24 @@ def test_a_checkpoint_that_says_nothing_of_momentum_gives_each_worker_the_server
         assert_equal(momenta(state, "SGD"), momenta(states[0], "SGD"))
 
 
-def test_a_state_with_the_last_change_loads_into_servers_without_it() -> None:
-    _, _, states = played("asp", RULES["Adam"])
-    assert "direction" in states[0]["state"][0]
+@pytest.mark.parametrize(
+    ("name", "own", "kept"),
+    [("SGD", "usual_length", {"momentum_buffer"}), ("Adam", "direction", {"step", "exp_avg", "exp_avg_sq"})],
+)
+def test_what_workers_alone_have_use_for_is_not_loaded_into_servers(name: str, own: str, kept: set[str]) -> None:
+    _, _, states = played("asp", RULES[name])
+    assert set(states[0]["state"][0]) == kept | {own}
 
     def work(session: Session) -> State:
-        optimizer = DistributedOptimizer(RULES["Adam"](copied(START)))
+        optimizer = DistributedOptimizer(RULES[name](copied(START)))
         if session.rank == 0:
             optimizer.load_state_dict(copy.deepcopy(states[0]))
         return optimizer.state_dict()
 
     with ThreadJob(2, 2, "asp,momentum=server") as job:
         read, _ = job.run(work)
-    assert set(read["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert_equal(momenta(read, "Adam"), momenta(states[0], "Adam"))
+    assert set(read["state"][0]) == kept
+    assert_equal(momenta(read, name), momenta(states[0], name))
 
 
 # Workers that come and go.
