@@ -122,7 +122,7 @@ def test_a_checkpoint_goes_on_under_another_mode(first: str, then: str, saved: A
     (had, outer, parts), (has, wants, takes) = holds(first), holds(then)
     options = {"resume": directory, "limits": Limits(samples=(STOP + 1) * JOINT)}
     if parts != takes:
-        sync = re.escape(first) + "(,momentum=lookahead)?"
+        sync = re.escape(first) + r"(,momentum=lookahead,spike=1\.5)?"
         words = rf"the checkpoint step-0+\d+ is of {sync}, which holds the model in .*; resume with --sync {sync}$"
         with pytest.raises(PolytempoError, match=words):
             train(then, **options)
