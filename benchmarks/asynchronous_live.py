@@ -31,7 +31,9 @@ def run_live(job: Run, folder: Path) -> dict[str, float]:
         flags = ["-q", "--fork", "-n", str(job.workers), "--sync", plain, "--samples", str(job.samples)]
         flags += ["--slow", f"{job.workers - 1}:3"] if job.cluster == "slow" else []
         command = [sys.executable, "-m", "polytempo", "run", *flags, "--record", f"{place}/record", __file__]
-        subprocess.run([*command, json.dumps(settings)], check=True, timeout=900, stdout=subprocess.DEVNULL)
+        done = subprocess.run([*command, json.dumps(settings)], capture_output=True, text=True, check=False, timeout=900)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
         meta, lines = read_meta(f"{place}/record"), list(read_events(f"{place}/record"))
     settled = meta["job"].get("optimizers", {}).get(MAIN, plain)
     if settled != job.sync:

@@ -13,6 +13,7 @@ bsp        a training step of two processes, beside DistributedDataParallel
 backend    DDP over our back end and over gloo
 averaging  local steps and an average, beside torch's PeriodicModelAverager
 alone      a training step in a job of one, beside plain PyTorch
+momentum   a training step in mode asp, by where momentum is kept
 pipelines  a training step of a model in two stages, beside torch.distributed.pipelining
 bubble     how much of their time the stages of a pipeline wait
 tensor     layers that two ranks split, beside torch's DTensor and the whole layer
@@ -58,7 +59,7 @@ CASES: dict[str, Case] = {
     case.name: case
     for case in (
         *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
-        *(steps.BSP, steps.BACKEND, averaging.CASE, steps.JOB_OF_ONE, idle.CASE),
+        *(steps.BSP, steps.BACKEND, averaging.CASE, steps.JOB_OF_ONE, steps.MOMENTUM, idle.CASE),
         *(pipelines.CASE, bubble.CASE, tensor_parallel.CASE, mesh.CASE),
     )
 }

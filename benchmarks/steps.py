@@ -39,6 +39,10 @@ def _cnn(batch: int) -> tuple[Any, Any, Any]:
 
 #: Model, inputs and targets. The batches make a step alone last about 150, 10 and 100 ms.
 TASKS = {MLP: partial(_mlp, 2240, 64), CNN: partial(_cnn, 32), SMALL: partial(_mlp, 1120, 256)}
+#: Of these megabytes, with a batch so small that most of a step is the exchange.
+WIDTHS = {"10 MB": 809, "100 MB": 2560}
+OPTIMIZERS = ("SGD", "Adam")
+TASKS |= {f"{size}, {kind}": partial(_mlp, width, 8) for kind in OPTIMIZERS for size, width in WIDTHS.items()}
 
 
 def task_of(work: str, rank: int) -> tuple[Any, Any, Any, Any]:
@@ -47,6 +51,8 @@ def task_of(work: str, rank: int) -> tuple[Any, Any, Any, Any]:
 
     torch.manual_seed(rank)
     model, inputs, targets = TASKS[work]()
+    if work.endswith("Adam"):
+        return model, torch.optim.Adam(model.parameters(), lr=1e-5), inputs, targets
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), inputs, targets
 
 
@@ -114,6 +120,11 @@ def start_plain(rig: Rig, workers: int, servers: int) -> None:
 
 def start_by_server(rig: Rig, workers: int, servers: int) -> None:
     rig.add_workers(our_worker, workers, start_job(rig, workers, servers, "bsp"), "ps")
+
+
+def start_with_momentum(kept: str, rig: Rig, workers: int, servers: int) -> None:
+    """In mode asp, with momentum kept there."""
+    rig.add_workers(our_worker, workers, start_job(rig, workers, servers, f"asp,momentum={kept}"), "ps")
 
 
 def start_by_all_reduce(rig: Rig, workers: int, servers: int) -> None:
@@ -208,4 +219,28 @@ BACKEND = Case(
         Ratio("DistributedOptimizer / DDP on gloo", ("DistributedOptimizer, as torchrun starts it",), WORD.under),
     ),
     bars=(Bar(WORD, (MLP,), most=0.90),),
+)
+
+WHERE = {
+    "on the server": partial(start_with_momentum, "server"),
+    "at each worker": partial(start_with_momentum, "lookahead"),
+}
+MOVED = Ratio("at each worker / on the server", ("at each worker",), ("on the server",))
+
+
+def _momentum_cells(workers: int) -> tuple[Cell, ...]:
+    works = [f"{size}, {kind}" for kind in OPTIMIZERS for size in WIDTHS]
+    return tuple(Cell(f"{work}, {workers} worker{'s' * (workers > 1)}", work, workers, servers=1) for work in works)
+
+
+ALONE_OR_FOUR = (*_momentum_cells(1), *_momentum_cells(4))
+
+MOMENTUM = Case(
+    name="momentum",
+    title="A training step in mode asp, SGD with momentum and Adam, by where momentum is kept, milliseconds",
+    cells=ALONE_OR_FOUR,
+    subjects=tuple(Subject(name, start) for name, start in WHERE.items()),
+    ratios=(MOVED,),
+    bars=(Bar(MOVED, tuple(cell.name for cell in ALONE_OR_FOUR if "SGD" in cell.name), most=1.05),),
+    repeats=(15, 3),
 )

@@ -67,7 +67,14 @@ def manifest_text(manifest: Mapping[str, Any]) -> WriteTo:
     return lambda path: path.write_bytes(data)
 
 
-def publish(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequence[Mapping[str, Any]], keep: int) -> Path:
+def publish(
+    directory: Path,
+    name: str,
+    manifest: Mapping[str, Any],
+    files: Sequence[Mapping[str, Any]],
+    keep: int,
+    spared: Path | None = None,
+) -> Path:
     """All files of a partial directory are written: make it the checkpoint `name`, and remove all but the last `keep`.
 
     Args:
@@ -76,6 +83,7 @@ def publish(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequ
         manifest: What the checkpoint holds beside its files; `step` orders it among others.
         files: For each file its name ("file") and its digest ("digest").
         keep: How many checkpoints up to this step stay.
+        spared: One that stays as well.
 
     Returns:
         The path of the checkpoint.
@@ -90,7 +98,7 @@ def publish(directory: Path, name: str, manifest: Mapping[str, Any], files: Sequ
     partial.rename(final)
     sync_directory(directory)
     earlier = [old for old in whole_checkpoints(directory) if step_of(old) <= manifest["step"]]
-    for old in [replaced, *earlier[:-keep]]:
+    for old in [replaced, *(one for one in earlier[:-keep] if one != spared)]:
         remove_checkpoint(old)
     return final
 

@@ -52,6 +52,7 @@ from live import PACED, Bench
         (["--resume", "sav\udce9", PACED], "the name of --resume sav\\udce9 is not UTF-8"),
         (["--checkpoint", "/dev/null/saved", PACED], "cannot write to --checkpoint /dev/null/saved: Not a directory"),
         (["--checkpoint-errors", "contine", PACED], "expected --checkpoint-errors stop or continue, got 'contine'"),
+        (["--on-divergence", "stopp", PACED], "expected --on-divergence warn or stop, got 'stopp'"),
         (["--grace", "0", PACED], "expected --grace above 0 seconds, got 0"),
         (["--host-timeout", "0.5", PACED], "expected --host-timeout of at least 1 second, got 0.5"),
         (["--resume", "nowhere", PACED], "there is no checkpoint in nowhere"),

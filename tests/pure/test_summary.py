@@ -50,6 +50,14 @@ SHARES = "of the workers' time computing 70 %, waiting 3 %, sending 10 %, other 
         ({"workers": [{"steps": 600}]}, f"bsp: 600 steps in 5.4 s; 66070 samples/s; {SHARES}"),
         ({"steps": 1, "samples": 1.0, "workers": [{"steps": 1}]}, f"bsp: 1 step in 5.4 s; 0.1838 steps/s; {SHARES}"),
         ({"steps": 0}, "2 workers finished after 7.3 s"),
+        (
+            {"diverged": {"update": 83, "recovered": False}},
+            f"bsp: diverged at update 83; {STEPS}; 66070 samples/s; {SHARES}",
+        ),
+        (
+            {"steps": 0, "diverged": {"update": 83, "recovered": False}},
+            "2 workers finished after 7.3 s; diverged at update 83",
+        ),
     ],
 )
 def test_the_last_line(changes: dict[str, Any], text: str) -> None:

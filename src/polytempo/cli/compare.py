@@ -19,6 +19,7 @@ from polytempo.cli.options import (
     HiccupOption,
     LinkOption,
     Module,
+    OnDivergence,
     OutputOption,
     Overwrite,
     Samples,
@@ -37,6 +38,7 @@ from polytempo.records.files import read_events, read_meta, records_below
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
 from polytempo.report.shortfall import short_of_bsp
+from polytempo.report.summary import divergence_in_words
 from polytempo.report.table import TextTable, speed_comparison, speed_verdict, trained_comparison, verdict
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def compare(
     overwrite: Overwrite = False,
     picture: Annotated[Path | None, OutputOption(help="Draw a picture: .png, .svg or .pdf.")] = None,
     json_file: Annotated[Path | None, OutputOption("--json", help="Write all figures to this file.")] = None,
+    on_divergence: OnDivergence = "warn",
     seed: SeedOption = 0,
     repeats: Annotated[int, ComparisonOption(help="Runs of each mode, in turns; the median by time is shown.")] = 1,
     fork: Fork = False,
@@ -87,6 +90,7 @@ def compare(
         "limits": limits_of(steps, samples, seconds),
         **emulation_of(slow, hiccup, link),
         "seed": seed,
+        "on_divergence": on_divergence,
         "fork": fork,
         "overwrite": overwrite,
         "gpus": visible_gpus(),
@@ -172,6 +176,8 @@ def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, scri
     typer.echo(table.text(width))
     typer.echo()
     typer.echo(says)
+    for run in [one for several in runs for one in several.runs if one.diverged]:
+        typer.echo(f"{run.outcome.sync}: {divergence_in_words(run.diverged)}")
     if short := short_of_bsp(runs, metric):
         typer.echo(short)
     if without := [run for run in runs if not run.curve]:

@@ -44,6 +44,7 @@ def launch(
     grace: float = 20.0,
     resume: str | os.PathLike[str] | None = None,
     min_workers: int | None = None,
+    on_divergence: str = "warn",
     seed: int = 0,
     timeout: float | None = None,
     debug: int | None = None,
@@ -83,6 +84,7 @@ def launch(
         grace: Seconds that an interrupted job may take to save a checkpoint.
         resume: Resume from the checkpoint of the latest step in this directory.
         min_workers: Go on while at least this number of workers is left.
+        on_divergence: When the training has diverged: "warn", or "stop" the job.
         seed: Seed of samplers and emulation.
         timeout: Give up a worker that others have waited for longer than this, in seconds.
         debug: Give this worker the terminal, as `--debug`.

@@ -75,6 +75,9 @@ ShardCount = Annotated[
 ]
 Overwrite = Annotated[bool, OutputOption("--overwrite", help="Replace the record of an earlier job.")]
 Quiet = Annotated[bool, OutputOption("--quiet", "-q", help="Show only the output of the workers, and errors.")]
+OnDivergence = Annotated[
+    str, FailureOption(help="When the training has diverged: warn, and name cause and last checkpoint; or stop the job.")
+]
 Insecure = Annotated[bool, HostOption("--insecure", help="No keys, no encryption.")]
 
 #: Everything after SCRIPT belongs to the script.

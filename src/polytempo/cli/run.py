@@ -20,6 +20,7 @@ from polytempo.cli.options import (
     JobOption,
     LinkOption,
     Module,
+    OnDivergence,
     Option,
     OutputOption,
     Overwrite,
@@ -102,6 +103,7 @@ def run(
         Path | None, CheckpointOption(help="Resume from the checkpoint of the latest step in this directory.")
     ] = None,
     min_workers: Annotated[int | None, FailureOption(help=MIN_WORKERS)] = None,
+    on_divergence: OnDivergence = "warn",
     max_restarts: Annotated[int, Option(help="Planned: restart dead workers.", hidden=True)] = 0,
     seed: SeedOption = 0,
     timeout: Annotated[

@@ -199,6 +199,7 @@ class JobProcesses:
             "secret": self._secret,
             "device": request.server_device,
             "go_on_unsaved": request.checkpoint_errors == "continue",
+            "ends_diverged": request.on_divergence == "stop",
             "facts": self._meta() if index == 0 else {},
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class RunRequest:
     host_timeout: float = 5.0
     insecure: bool = False
     checkpoint_errors: str = "stop"
+    on_divergence: str = "warn"
     grace: float = 20.0
     strategy: str = ""  #: how the script's model is spread, as it was checked; empty without --strategy
     replica: int = 1  #: workers that share one replica of the model, by that strategy
@@ -137,6 +139,7 @@ class RunRequest:
             "--checkpoint": self.checkpoint,
             "--resume": self.resume,
             "--timeout": self.timeout,
+            "--on-divergence": self.on_divergence if self.on_divergence != "warn" else None,
         }
         return [f"{name} {value}".rstrip() for name, value in options.items() if value is not None]
 
@@ -177,6 +180,7 @@ class RunRequest:
 
         Raises: UsageError, one line with the fix, for what cannot work."""
         self._check_counts()
+        check_word("--on-divergence", self.on_divergence, ("warn", "stop"))
         self.check_mode()
         check_server_device(self.server_device, self.gpus)
         self.program.check()
@@ -204,10 +208,7 @@ class RunRequest:
         return CheckedRequest(self, plan, path)
 
     def _check_checkpoint(self) -> None:
-        known = ("stop", "continue")
-        if self.checkpoint_errors not in known:
-            hint = nearest(self.checkpoint_errors, known)
-            raise UsageError(f"expected --checkpoint-errors {' or '.join(known)}, got {self.checkpoint_errors!r}{hint}")
+        check_word("--checkpoint-errors", self.checkpoint_errors, ("stop", "continue"))
         if not self.grace > 0:
             raise UsageError(f"expected --grace above 0 seconds, got {self.grace:g}")
         if self.checkpoint is None:
@@ -275,11 +276,18 @@ class CheckedRequest:
             "link": list(request.link) if request.link else None,
             **({"own_links": {str(rank): rate for rank, rate in request.own_links.items()}} if request.own_links else {}),
             "min_workers": request.least,
+            **({"on_divergence": request.on_divergence} if request.on_divergence != "warn" else {}),
             **({"server_device": request.server_device} if request.server_device != "auto" else {}),
             **({"strategy": request.strategy} if request.strategy else {}),
             "refused": list(request.refused_modes()),
             "resumed_from": self.resume.name if self.resume else None,
         }
+
+
+def check_word(option: str, word: str, known: Sequence[str]) -> None:
+    """Refuse another value of an option than one of these words."""
+    if word not in known:
+        raise UsageError(f"expected {option} {' or '.join(known)}, got {word!r}{nearest(word, known)}")
 
 
 def check_is_text(option: str, path: Path | None) -> None:

@@ -66,7 +66,10 @@ def serve(config: dict[str, Any]) -> None:
         record, lost = _opened(config["record"])
         facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
         coordinator = Coordinator(
-            Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials, record_lost=lost, resume=resume
+            *(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials),
+            record_lost=lost,
+            resume=resume,
+            ends_diverged=config["ends_diverged"],
         )
         to_coordinator = None
     gc.collect()

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from polytempo.sync.momentum import RULES, share_of_joiner
+from polytempo.sync.momentum import FOLLOWS, RULES, calmed, share_of_joiner
 
 #: Elements that are worked on at a time.
 PIECE = 1 << 16
 #: In the state of an optimizer: a parameter's last change, without decoupled weight decay, for each unit of the rate.
 DIRECTION = "direction"
+#: In the same place: the running mean of the length of a parameter's gradient; and elements of which a length is taken.
+USUAL, SAMPLED = "usual_length", 1 << 14
 
 
 def known_name(optimizer: torch.optim.Optimizer) -> str:
@@ -60,16 +62,23 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    """Elements of a gradient by whose length its own is judged: all of a small one."""
+    every = gradient.numel() // SAMPLED
+    return gradient.reshape(-1)[:: every + 1] if every and gradient.is_contiguous() else gradient
+
+
 class GradientMomentum:
     """The momentum of one worker, of SGD.
 
     Args:
         optimizer: The worker's SGD, whose parameter groups say what to do in each step.
         looks_ahead: Push the look-ahead; otherwise what torch's SGD steps along.
+        spike: A gradient that is longer than so many times the usual length of its parameter's is shortened; 0: none is.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool) -> None:
-        self._optimizer, self._looks_ahead = optimizer, looks_ahead
+    def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, spike: float = 0.0) -> None:
+        self._optimizer, self._looks_ahead, self._spike = optimizer, looks_ahead, spike
         self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, keeps: bool = True) -> float:
@@ -86,8 +95,11 @@ class GradientMomentum:
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
         velocity, total = [self._velocity(param, keeps)] if group["momentum"] else [], 0.0
+        factor = self._calm(param, gradient, keeps) if self._spike else 1.0
         for values, grad, target, *own in pieces([param.detach(), gradient, out, *velocity]):
-            if grad is not target:
+            if factor != 1:
+                torch.mul(grad, factor, out=target)
+            elif grad is not target:
                 target.copy_(grad)
             self._step(group, [values], [target], own if keeps else [one.clone() for one in own])
             total += target.sum().item()  # while it is in the cache
@@ -99,6 +111,8 @@ class GradientMomentum:
         found: dict[int, torch.Tensor] = {}
         for group, members in _grouped(self._optimizer, [param for param in params if param.grad is not None]):
             out = [dense(param.grad).clone() for param in members]
+            if self._spike:
+                self._calm_all(members, out)
             velocities = [self._velocity(param, keeps=True) for param in members] if group["momentum"] else []
             self._step(group, [param.detach() for param in members], out, velocities)
             found |= {id(param): pushed for param, pushed in zip(members, out, strict=True)}
@@ -120,6 +134,28 @@ class GradientMomentum:
             torch._foreach_add_(out, velocities, alpha=group["momentum"])
         else:
             torch._foreach_copy_(out, velocities)
+
+    def _calm(self, param: torch.Tensor, gradient: torch.Tensor, keeps: bool) -> float:
+        state = self._optimizer.state.get(param, {})
+        length = float(torch.linalg.vector_norm(_sample(gradient)))
+        factor, usual = calmed(length, float(state.get(USUAL, 0.0)), self._spike)
+        if keeps and usual:
+            self._optimizer.state[param][USUAL] = torch.tensor(usual)
+        return factor
+
+    def _calm_all(self, params: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """The same on a device, in place: `calmed` on all lengths together."""
+        states = [self._optimizer.state[param] for param in params]
+        lengths = torch.stack([length.float() for length in torch._foreach_norm([_sample(one) for one in gradients])])
+        usual = torch.stack([state.get(USUAL, lengths.new_zeros(())).to(lengths.device) for state in states])
+        counted = torch.minimum(lengths, self._spike * usual)
+        learns = (usual > 0) & (lengths > 0) & lengths.isfinite()
+        factors = torch.where(learns, counted / lengths, 1.0)
+        first = torch.where(lengths.isfinite(), lengths, 0.0)
+        kept = torch.where(usual > 0, torch.where(learns, usual + FOLLOWS * (counted - usual), usual), first)
+        for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.unbind(), strict=True):
+            gradient.mul_(factor)
+            state[USUAL] = one
 
     def _velocity(self, param: torch.Tensor, keeps: bool) -> torch.Tensor:
         velocity: torch.Tensor | None = self._optimizer.state.get(param, {}).get("momentum_buffer")

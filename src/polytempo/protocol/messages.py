@@ -42,6 +42,7 @@ from polytempo.protocol.values import (
     Share,
     TrainingProgress,
     UnknownKeys,
+    VitalSigns,
     Want,
     WireMessage,
 )
@@ -111,6 +112,7 @@ class Push(WireMessage):
     drawn: tuple[int, int] | None = None  #: the last batch that the worker's sampler has handed out: pass, number
     busy: bool = False  #: sent by the communication thread at a deadline, while the worker computes
     fence: int = 0  #: not 0: no dense buffers follow; the gradient lies in shared device memory, once its fence is here
+    vital_signs: tuple[VitalSigns, ...] = ()  #: of its steps, or of some of them
 
     @property
     def taken(self) -> float:

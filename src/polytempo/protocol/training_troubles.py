@@ -1,20 +1,84 @@
-"""What goes wrong with a training that goes on: numbers that are not finite, and a rank that ends while others go on.
+"""What goes wrong with a training that goes on: divergence, and a rank that ends while others go on.
 
 Each is said at its first time, in one line. With a coordinator the sequencer looks at every push it accepts; without one
-(torchrun, mpirun, srun) each rank looks at its own, and at the ballots of a round (`reducer/collective_reducer.py`).
+(torchrun, mpirun, srun) each rank looks at its own, and at the ballots of a round (`reducer/collective_reducer.py`). These
+are the words; `sync/divergence.py` has the rule by which a training has diverged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from polytempo.units import plain_number
+
+#: Gradients are fresh below this mean staleness, in updates.
+STALE = 0.5
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """How a job trains that diverges: what its cause may be found in."""
+
+    sync: str
+    rate: float | None = None
+    momentum: float = 0.0  #: of the optimizer that servers run
+    staleness: float = 0.0  #: of its gradients, on average
+    local: bool = False  #: do workers make local steps?
+
+    @property
+    def advice(self) -> str:
+        """What is likely to be the cause, and what to do."""
+        rate = "the rate" if self.rate is None else f"the rate {self.rate:g}"
+        stale = f"gradients that are {self.staleness:.1f} updates stale on average"
+        if self.momentum and self.staleness >= STALE:
+            return (
+                f"likely cause: momentum {self.momentum:g} on the servers, which multiplies what is wrong with {stale} "
+                f"(in {self.sync}, at {rate}); keep it at the workers (momentum=lookahead), bound the staleness (ssp:3), or "
+                "lower the rate"
+            )
+        if self.staleness >= STALE:
+            return (
+                f"likely cause: {rate} is too high for {stale} (in {self.sync}); lower it, bound the staleness (ssp:3), or "
+                "clip (clip_norm=)"
+            )
+        where, more = ("for local steps ", "average more often") if self.local else ("", "warm it up")
+        return f"likely cause: {rate} is too high {where}(in {self.sync}); lower it, {more}, or clip (clip_norm=)"
+
+    @property
+    def advice_on_nonfinite(self) -> str:
+        """The same, of a number that is not finite."""
+        return (
+            f"{self.advice}, or look for such numbers in the data and the loss; nonfinite='refuse' ends at the first; the "
+            "end of the job counts them"
+        )
 
 
 def not_finite(worker: int, step: int, what: str) -> str:
-    """For people. `what`: "gradient" or "model"."""
-    return (
-        f"warning: worker {worker}, step {step}: its {what} is not finite (NaN or infinite), and the job goes on with it; "
-        "lower the learning rate, clip, or end at such a step with nonfinite='refuse'; the end of the job counts them"
-    )
+    """Of a number that is NaN or infinite. `what`: "gradient" or "model"."""
+    return f"worker {worker}, step {step}: its {what} is not finite (NaN or infinite)"
+
+
+def diverged(
+    update: int, loss: float | None, start: float | None, change: float, gradient: float = 1.0, size: float = 1.0
+) -> str:
+    """Of what the last steps show; `change`, `gradient` and `size` as in `sync/divergence.py`."""
+    if loss is not None and start is not None:
+        found = f"the loss is {plain_number(loss, 3)}, at the start it was {plain_number(start, 3)}"
+    else:
+        found = f"gradients are {plain_number(gradient, 3)} times what they were at the start"
+    larger = f", which have grown to {plain_number(size, 2)} times their size" if size >= 2 else ""
+    return f"diverged at update {update}: {found}; a step changes the values by {plain_number(100 * change, 2)} %{larger}"
+
+
+def goes_on(trouble: str, advice: str) -> str:
+    """For people, of a job that goes on with it."""
+    return f"warning: {trouble}, and the job goes on with it; {advice}"
+
+
+def ends(trouble: str, advice: str) -> str:
+    """For people, of a job that ends by it."""
+    return f"{trouble}, and the job ends (--on-divergence stop); {advice}"
 
 
 def ended_early(workers: Sequence[int], steps: int, left: int) -> str:
@@ -28,28 +92,22 @@ def ended_early(workers: Sequence[int], steps: int, left: int) -> str:
     )
 
 
-class TrainingTroubles:
-    """Looks at the pushes of one optimizer's workers, and at workers that finish."""
+class EarlyEnds:
+    """Looks for workers that finish before others do, among those of one optimizer."""
 
     def __init__(self) -> None:
-        self._nonfinite = False  # was it said?
         self._made: dict[int, int] = {}  # steps of each worker
         self._furthest = -1, -1  # the number of the last push with data, and the most steps of a worker
         self._ended: dict[int, int] = {}  # workers that have no more data: the number that their next push would have had
         self._told: set[int] = set()  # of these
 
-    def pushed(self, worker: int, number: int, count: int, nonfinite: str, step: int) -> str:
-        """A push with this number was accepted, of `count` steps, 0 of a worker that has no more data; what there is to say
-        of it. `nonfinite`: what of it is not, if anything is; `step`: which."""
+    def pushed(self, worker: int, number: int, count: int) -> None:
+        """A push with this number was accepted, of `count` steps, 0 of a worker that has no more data."""
         self._made[worker] = self._made.get(worker, 0) + count
         if count:
             self._furthest = max(self._furthest[0], number), max(self._furthest[1], self._made[worker])
         else:
             self._ended.setdefault(worker, number)
-        if not nonfinite or self._nonfinite:
-            return ""
-        self._nonfinite = True
-        return not_finite(worker, step, nonfinite)
 
     def finished(self, worker: int, following: int) -> None:
         """A worker has left in peace; `following`: the number that its next push would have had."""

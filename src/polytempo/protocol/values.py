@@ -71,6 +71,16 @@ class PushId(msgspec.Struct, array_like=True, frozen=True):
     step: int
 
 
+class VitalSigns(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker has seen of a step, for the guard against divergence (`sync/divergence.py`): in samples of its tensors;
+    on a device it is the step before."""
+
+    loss: float | None  #: where it is known
+    gradient: float  #: norm
+    change: float  #: of the values since the step before, as a share of their size
+    size: float  #: norm of the values
+
+
 class Position(msgspec.Struct, array_like=True, frozen=True):
     """How far a worker is in its data: samples taken in this epoch, by one of its samplers."""
 

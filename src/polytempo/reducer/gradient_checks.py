@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.protocol.training_troubles import not_finite
+from polytempo.protocol.training_troubles import Circumstances, goes_on, not_finite
 from polytempo.reducer.device_moves import largest
 from polytempo.reducer.flat_buffer import FlatBuffer
 
@@ -72,15 +72,41 @@ class DelayedCheck:
         return waiting and not all(math.isfinite(found.item()) for found in self._largest)
 
 
+class OwnReport:
+    """Where there is no coordinator, a worker says itself, once, that its training goes wrong.
+
+    Args:
+        rank: Its rank.
+        params: What it trains.
+        circumstances: How it trains now.
+    """
+
+    def __init__(self, rank: int, params: Sequence[torch.Tensor], circumstances: Callable[[], Circumstances]) -> None:
+        self.rank, self.circumstances = rank, circumstances
+        self._params = list(params)
+        self._said = False
+
+    def not_finite(self, step: int, what: str) -> None:
+        """Say it, unless a gradient is so because the parameters are: then it began with another worker, or before."""
+        if what == "model" or all(bool(param.isfinite().all()) for param in self._params):
+            self.say(not_finite(self.rank, step, what), self.circumstances().advice_on_nonfinite)
+        self._said = True
+
+    def say(self, trouble: str, advice: str) -> None:
+        """Say what is wrong, if nothing was said before."""
+        if not self._said:
+            sys.stderr.write(f"polytempo: {goes_on(trouble, advice)}\n")
+            sys.stderr.flush()
+        self._said = True
+
+
 class FiniteWatch:
     """Counts pushes of one optimizer that are not finite, or refuses them with the name of the parameter."""
 
-    def __init__(
-        self, names: Sequence[str], rank: int, nonfinite: str, unwatched: Sequence[torch.Tensor] | None = None
-    ) -> None:
-        """`unwatched`: the parameters, where there is no coordinator, which would name the first worker of the job."""
+    def __init__(self, names: Sequence[str], rank: int, nonfinite: str, report: OwnReport | None = None) -> None:
+        """`report`: where there is no coordinator, which would name the first worker of the job."""
         self._names, self._rank, self._nonfinite = names, rank, nonfinite
-        self._unwatched = unwatched
+        self._report = report
         self.seen = 0
         self._delayed: dict[int, DelayedCheck] = {}  # by flat buffer on a device
 
@@ -98,8 +124,8 @@ class FiniteWatch:
             if id(buffer) not in self._delayed:
                 self._delayed[id(buffer)] = DelayedCheck(buffer)
             self._delayed[id(buffer)].start()
-            if found:
-                self._say_first(step - 1, "model" if names else "gradient")
+            if found and self._report is not None:
+                self._report.not_finite(step - 1, "model" if names else "gradient")
             return found
         if buffer.is_finite(everything=self._nonfinite == "refuse") and rows_finite:
             return False
@@ -111,12 +137,6 @@ class FiniteWatch:
                 f"worker {self._rank}, step {step}: {name} has a {'value' if names else 'gradient'} that is not finite; "
                 "lower the learning rate, clip, or count such gradients with nonfinite='count'"
             )
-        self._say_first(step, "model" if names else "gradient")
+        if self._report is not None:
+            self._report.not_finite(step, "model" if names else "gradient")
         return True
-
-    def _say_first(self, step: int, what: str) -> None:
-        """Say it once, unless a gradient is so because the parameters are: then it began with another worker, or before."""
-        params, self._unwatched = self._unwatched, None
-        if params is not None and (what == "model" or all(bool(param.isfinite().all()) for param in params)):
-            sys.stderr.write(f"polytempo: {not_finite(self._rank, step, what)}\n")
-            sys.stderr.flush()

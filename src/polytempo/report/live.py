@@ -22,6 +22,7 @@ class LiveRun:
     outcome: Outcome
     curve: tuple[tuple[float, float], ...]  #: (seconds since the first step, the metric); empty where none was logged
     logged: Mapping[str, float] = field(default_factory=dict)  #: the last value of each metric
+    diverged: Mapping[str, Any] = field(default_factory=dict)  #: as in meta.json; empty where the training has not
 
     @property
     def accuracy(self) -> float | None:
@@ -34,7 +35,8 @@ class LiveRun:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**self.outcome.as_dict(), "curve": [list(point) for point in self.curve]}
+        curve = [list(point) for point in self.curve]
+        return {**self.outcome.as_dict(), "curve": curve, **({"diverged": dict(self.diverged)} if self.diverged else {})}
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def live_run(lines: Iterable[RecordLine], meta: dict[str, Any], metric: str = "a
             if metric in values:
                 points.append((line["t"], float(values[metric])))
     begin = start or 0.0
-    return LiveRun(_outcome(meta, lead), tuple((t - begin, value) for t, value in points), logged)
+    curve = tuple((t - begin, value) for t, value in points)
+    return LiveRun(_outcome(meta, lead), curve, logged, meta.get("diverged", {}))
 
 
 def _is_number(value: object) -> bool:

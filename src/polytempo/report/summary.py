@@ -41,9 +41,11 @@ def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int
         seconds: From the start of the command, for jobs that push no steps.
     """
     who = counted(size, "worker") if finished == size else f"{finished} of {counted(size, 'worker')}"
+    divergence = divergence_in_words(figures.get("diverged", {}))
     if not figures.get("steps"):
-        return f"{who} finished after {seconds:.1f} s"
+        return f"{who} finished after {seconds:.1f} s{f'; {divergence}' if divergence else ''}"
     parts = [
+        *([divergence] if divergence else []),
         _steps(figures),
         _rate(figures),
         f"of the workers' time {_shares(figures)}",
@@ -56,6 +58,17 @@ def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int
     if figures["nonfinite"]:
         parts.append(f"{counted(figures['nonfinite'], 'gradient')} not finite")
     return f"{sync}: {'; '.join(parts)}"
+
+
+def divergence_in_words(found: Mapping[str, Any]) -> str:
+    """What became of a training that has diverged, by its line in meta.json; empty for one that has not."""
+    if not found:
+        return ""
+    return (
+        f"came back after it had diverged at update {found['update']}"
+        if found["recovered"]
+        else (f"diverged at update {found['update']}")
+    )
 
 
 def _steps(figures: Mapping[str, Any]) -> str:

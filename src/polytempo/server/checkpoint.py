@@ -109,6 +109,7 @@ class JobCheckpoints:
         self.script = ScriptStates()
         self.latest = ""  #: the path of the last that is whole
         self.failure = ""  #: why the last one could not be written
+        self.spared: Path | None = None  #: one that is not removed: the last before the training had diverged
         self._shards = shards
         self._pending: dict[str, PendingCheckpoint] = {}  # in the order in which they were begun
         self._manifest: dict[str, Any] = {}  # of the last that is whole
@@ -181,7 +182,7 @@ class JobCheckpoints:
         try:
             if not reason:
                 files += write_states(partial, {**self.script.of, **one.states})
-                self.latest = str(publish(directory, name, one.manifest, files, KEPT))
+                self.latest = str(publish(directory, name, one.manifest, files, KEPT, self.spared))
                 self._manifest = one.manifest
         except (OSError, SafetensorError) as error:
             reason = error_text(error)

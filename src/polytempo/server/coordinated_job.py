@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from polytempo.protocol.messages import Departed, Finish, Hello, Notice, Stopped
+from polytempo.protocol.training_troubles import ends, goes_on
 from polytempo.protocol.values import TrainingProgress
 from polytempo.records.files import RecordWriter, record_lost
 from polytempo.records.lines import RecordLine
 from polytempo.server.checkpoint import JobCheckpoints
 from polytempo.server.effects import (
+    Diverged,
     Effect,
     EndLoop,
     LoopEffect,
@@ -86,12 +89,14 @@ class CoordinatedJob:
         checkpoints: JobCheckpoints,
         hosts: RemoteHosts,
         go_on_unsaved: bool = False,
+        ends_diverged: bool = False,
     ) -> None:
         self.sequencer = sequencer
         self.record = record
         self.checkpoints = checkpoints
         self.hosts = hosts
         self.go_on_unsaved = go_on_unsaved  #: the job outlives a checkpoint that cannot be written
+        self.ends_diverged = ends_diverged  #: the job ends when its training has diverged
         self.has_launcher = False
         self.given_up: dict[int, tuple[int, str]] = {}  #: workers that the job goes on without: incarnation and cause
         self.ends = WorkerEnds()
@@ -117,6 +122,8 @@ class CoordinatedJob:
                 passed += self.tell(effect.text)
             elif isinstance(effect, StopJob):
                 passed += self.stop(effect.cause)
+            elif isinstance(effect, Diverged):
+                passed += self.report_divergence(effect)
             else:
                 self.checkpoints.begin(effect)
         return passed
@@ -168,6 +175,15 @@ class CoordinatedJob:
             elif self.finish is None:
                 effects += self.stop(f"{cause}; make room and --resume, or use --checkpoint-errors continue")
         return effects
+
+    def report_divergence(self, found: Diverged) -> list[LoopEffect]:
+        """The training has diverged: go on with it, or end the job, as was asked for."""
+        latest = self.checkpoints.latest
+        self.checkpoints.spared = Path(latest) if latest else None
+        advice = f"{found.advice}; the last checkpoint is {latest}" if latest else found.advice
+        if self.ends_diverged:
+            return self.stop(ends(found.trouble, advice), over=False)
+        return self.tell(goes_on(found.trouble, advice))
 
     def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[LoopEffect]:
         """A worker is gone, for the sequencer and for checkpoints that wait for it."""

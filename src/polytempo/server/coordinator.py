@@ -358,10 +358,11 @@ class Coordinator:
         credentials: Credentials | None = None,
         record_lost: str = "",
         resume: Path | None = None,
+        ends_diverged: bool = False,
     ) -> None:
         """`facts`: what meta.json holds beside the figures. `go_on_unsaved`: the job outlives a checkpoint that cannot be
         written. `record_lost`: why the record that was asked for could not be opened. `resume`: the checkpoint that the job
-        goes on from."""
+        goes on from. `ends_diverged`: the job ends when its training has diverged."""
         self._sequencer = sequencer
         self._job = CoordinatedJob(
             sequencer,
@@ -369,6 +370,7 @@ class Coordinator:
             JobCheckpoints(checkpoints, sequencer.plan.shards),
             RemoteHosts(host_timeout),
             go_on_unsaved,
+            ends_diverged,
         )
         self._launch = LaunchMessages(self._job, credentials)
         self._workers = WorkerMessages(self._job, resume)
@@ -519,6 +521,7 @@ class Coordinator:
             "cause": finish.cause,
             "throughput": summary["samples_per_second"],
             "efficiency": summary["efficiency"],
+            "diverged": summary["diverged"],
             "workers": summary["workers"],
             "job": {name: value for name, value in summary.items() if name != "workers"},
         }

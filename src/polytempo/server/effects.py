@@ -74,7 +74,15 @@ class StopJob:
     cause: str
 
 
-Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint | Tell | StopJob
+@dataclass(frozen=True)
+class Diverged:
+    """The training has diverged: tell the user, or end the job, as was asked for."""
+
+    trouble: str
+    advice: str
+
+
+Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint | Tell | StopJob | Diverged
 
 
 # Of the coordinator and of the shard's inbox, for the I/O loop.

@@ -9,6 +9,7 @@ from msgspec import structs
 from polytempo.protocol.messages import Push, Status, WorkerStatus
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN, MEAN
+from polytempo.server.divergence_guard import DivergenceGuard
 from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Checkpoint
 from polytempo.server.job_plan import JobBudget, JobPlan
@@ -114,8 +115,14 @@ class CheckpointContents:
 class JobFigures:
     """The job's figures: while it runs, and at its end."""
 
-    def __init__(self, clocks: dict[str, OptimizerClock], statistics: list[WorkerStatistics], budget: JobBudget) -> None:
-        self._clocks, self._statistics, self._budget = clocks, statistics, budget
+    def __init__(
+        self,
+        clocks: dict[str, OptimizerClock],
+        statistics: list[WorkerStatistics],
+        budget: JobBudget,
+        guard: DivergenceGuard,
+    ) -> None:
+        self._clocks, self._statistics, self._budget, self._guard = clocks, statistics, budget, guard
 
     def status(self, now: float) -> Status:
         """For the display."""
@@ -140,6 +147,7 @@ class JobFigures:
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
             "refused": self._refused(),
+            "diverged": self._guard.summary(),
         }
         restored = {name: clock.restored for name, clock in self._clocks.items() if clock.restored}
         summary |= {"restored": restored} if restored else {}

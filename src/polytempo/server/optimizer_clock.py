@@ -16,7 +16,7 @@ from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
-from polytempo.protocol.training_troubles import TrainingTroubles
+from polytempo.protocol.training_troubles import EarlyEnds
 from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
 from polytempo.server.job_plan import JobBudget, JobPlan
@@ -116,7 +116,7 @@ class OptimizerClock:
     wakes: list[float] = field(default_factory=list)
     corrections: Corrections = field(default_factory=Corrections)
     made: StepsMade = field(init=False)
-    troubles: TrainingTroubles = field(default_factory=TrainingTroubles)
+    early_ends: EarlyEnds = field(default_factory=EarlyEnds)
     first_step: int = 0  #: of the job: steps that an earlier one has made
     _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)

@@ -9,6 +9,7 @@ and returns effects: entries of the log that every shard carries out, messages t
     SampleLeases        which places of the data each worker has leased (`server/sample_leases.py`)
     JobBudget           what is used up, and whether workers are to stop (`server/job_plan.py`)
     CheckpointContents  what a checkpoint of this moment holds; JobFigures: status and summary (`server/job_figures.py`)
+    DivergenceGuard     whether the training has diverged, as pushes show (`server/divergence_guard.py`)
 
 A push is counted when it has arrived at every shard (`docs/design/0003`), however often it was sent: its content is always
 the same. A repeat of a counted push changes nothing. An answer that was lost is given again, at a new place of the log, so
@@ -30,6 +31,7 @@ from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog
+from polytempo.server.divergence_guard import DivergenceGuard
 from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Effect, StopJob, Tell, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
@@ -303,7 +305,7 @@ class WorkerMembership:
             if lost:  # before answers to rounds that close without it
                 effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
             if reason == "finished" and worker in clock.policy.members:
-                clock.troubles.finished(worker, clock.policy.progress.pushed[worker])
+                clock.early_ends.finished(worker, clock.policy.progress.pushed[worker])
             effects += self._runner.feed(clock, Left(worker, reason), now)
             effects += left_behind(clock, self._plan)
             clock.slots.pop(worker, None)
@@ -326,7 +328,8 @@ class Sequencer:
         self.statistics = [WorkerStatistics(worker) for worker in range(plan.size)]
         self.budget = JobBudget(plan)
         self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
-        self.figures = JobFigures(self.clocks, self.statistics, self.budget)
+        self.guard = DivergenceGuard(plan.size, self.statistics)
+        self.figures = JobFigures(self.clocks, self.statistics, self.budget, self.guard)
         self._arrivals = PushArrivals(plan.shards)
         self.leases = SampleLeases(plan.size)  # samplers leave out what earlier jobs have done: places are of the rest
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
@@ -411,12 +414,11 @@ class Sequencer:
             return [ToShards(Drop(id=push.id)), refusal(worker, str(error))]
 
     def _troubles(self, clock: OptimizerClock, push: Push) -> list[Effect]:
-        """What goes wrong with the training, as this push shows. A guard that ends the job at it would decide here."""
-        what = "model" if clock.spec.mode.averaging is not None or push.kind in ("value", "delta") else "gradient"
+        """What goes wrong with the training, as this push shows."""
         steps = self.plan.first_step + self.statistics[push.id.worker].steps - 1
-        step = push.id.step if push.count == 1 else steps
-        said = clock.troubles.pushed(push.id.worker, push.id.step, push.count, what if push.nonfinite else "", step)
-        return [*([Tell(said)] if said else []), *left_behind(clock, self.plan)]
+        clock.early_ends.pushed(push.id.worker, push.id.step, push.count)
+        diverged = self.guard.pushed(clock, push, push.id.step if push.count == 1 else steps)
+        return [*diverged, *left_behind(clock, self.plan)]
 
     def _drop(self, identity: PushId) -> list[Effect]:
         """Drop a push of an unknown worker, or a duplicate, unless it repeats one that is still to be applied."""
@@ -515,7 +517,7 @@ def left_behind(clock: OptimizerClock, plan: JobPlan) -> list[Effect]:
     and where no worker waits for another, that is as it should be."""
     if not clock.spec.in_rounds or clock.spec.measured or not clock.is_first:
         return []
-    said = clock.troubles.left_behind(plan.first_step, clock.slots)
+    said = clock.early_ends.left_behind(plan.first_step, clock.slots)
     return [Tell(said)] if said else []
 
 

@@ -106,6 +106,7 @@ class Session:
         self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
+        self.guards: Any = weakref.WeakSet()  #: what looks at the steps of each optimizer, for divergence
         self.registered: Any = None  #: what the script has registered for checkpoints (`train/script_state.py`)
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
         self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one

@@ -59,7 +59,7 @@ class VirtualMomentum:
         workers: int,
     ) -> None:
         self._parameters, self._make_optimizer = parameters, make_optimizer
-        self._looks_ahead = spec.worker_momentum == LOOKAHEAD
+        self._looks_ahead, self._spike = spec.worker_momentum == LOOKAHEAD, spec.spike
         self._own_rate = spec.own_push_rate(workers)
         self._states: dict[int, WorkerState] = {}
         kind = make_optimizer(parameters)
@@ -120,8 +120,11 @@ class VirtualMomentum:
     def _state(self, worker: int) -> WorkerState:
         if worker not in self._states:
             optimizer = self._make_optimizer(self._parameters)
-            momentum = GradientMomentum if self.form is MomentumForm.GRADIENT else ChangeMomentum
-            self._states[worker] = WorkerState(optimizer, momentum(optimizer, self._looks_ahead))
+            if self.form is MomentumForm.GRADIENT:
+                momentum: GradientMomentum | ChangeMomentum = GradientMomentum(optimizer, self._looks_ahead, self._spike)
+            else:
+                momentum = ChangeMomentum(optimizer, self._looks_ahead)
+            self._states[worker] = WorkerState(optimizer, momentum)
         return self._states[worker]
 
     def _own_factors(self, optimizer: torch.optim.Optimizer) -> list[float]:

@@ -137,6 +137,11 @@ class Spec:
         return workers * rate_of(self.options.get("scale"), workers) if self.ahead and self.worker_momentum else 0.0
 
     @property
+    def spike(self) -> float:
+        """From how many times the usual length on a worker shortens a gradient; 0: none."""
+        return float(self.options.get("spike", 0.0))
+
+    @property
     def at_workers(self) -> bool:
         """Does each worker keep the state of an optimizer of its own?"""
         return self.averaging is not None or bool(self.worker_momentum)
@@ -160,7 +165,7 @@ class Spec:
         why_not = needs_server or self.needs_server
         chosen = chosen_options(optimizer, groups, self.options, workers=workers, why_not=why_not)
         if not self.mode.keeps_momentum:
-            chosen.pop("momentum", None)
+            chosen = {name: value for name, value in chosen.items() if name not in MOMENTUM}
         return parse_spec(",".join([self.text, *(f"{name}={value}" for name, value in chosen.items())])) if chosen else self
 
     def told(self, optimizer: str, fallback: str) -> str:
@@ -180,8 +185,9 @@ class Spec:
             return (
                 f"{self.text}: momentum stays on the servers: {fallback}; a rate that is right for bsp may be too high there"
             )
-        if self.options.get("scale") == "sqrt":
-            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts 1/sqrt(n)"
+        if isinstance(scale := self.options.get("scale"), str):
+            counts = "1/sqrt(n)" if scale == "sqrt" else scale
+            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts {counts}"
         return ""
 
     @property

@@ -72,6 +72,7 @@ class ThreadJob:
         via: str = "ps",
         go_on_unsaved: bool = False,
         device: str | None = None,
+        on_divergence: str = "warn",
     ) -> None:
         """`device="stand-in"`: servers and workers share memory as processes on one GPU do, with the CPU as the GPU."""
         if device not in (None, "stand-in"):
@@ -114,6 +115,7 @@ class ThreadJob:
             go_on_unsaved=go_on_unsaved,
             credentials=self.credentials,
             resume=path,
+            ends_diverged=on_divergence == "stop",
         )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):

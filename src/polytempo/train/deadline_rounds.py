@@ -88,6 +88,8 @@ class RoundSum:
                 self.about[name] = self.about.get(name, 0.0) + about[name]
         found = about.get("positions", ())
         self.positions = [*self.positions, *found] if any(one.length for one in found) else [*found]  # else: how far it is
+        if counts:
+            self.about["vital_signs"] = about.get("vital_signs", ())
         self.about["gradient_digest"] = self.about.get("gradient_digest") or about.get("gradient_digest", 0)
 
 

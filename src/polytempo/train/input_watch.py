@@ -23,6 +23,8 @@ import torch
 
 #: Figures of single steps that a push of several steps holds the sums of.
 SUMMED = ("input", "work", "size")
+#: Vital signs of steps in a push; of more steps every second, or fewer of the earlier ones.
+MOST_SIGNS = 16
 
 
 class InputWatch:
@@ -79,3 +81,5 @@ def add_figures(sums: dict[str, Any], about: dict[str, Any]) -> None:
         figure = about.pop(name, None)  # also where it is None: the sum may have one of a step before
         if figure is not None:
             sums[name] = sums.get(name, 0.0) + figure
+    signs = (*sums.get("vital_signs", ()), *about.pop("vital_signs", ()))
+    sums["vital_signs"] = signs[::-2][::-1] if len(signs) > MOST_SIGNS else signs  # with the last

@@ -1,6 +1,7 @@
 """The loss of local steps, without a change of the script: it is what `.backward()` is called on.
 
-While a session has an optimizer whose mode needs the loss, `torch.autograd.backward` is wrapped: the value of a root that is
+While a session has an optimizer that takes steps with others, `torch.autograd.backward` is wrapped: modes like `adacomm` and
+the guard against divergence (`vital_signs.py`) need the loss. The value of a root that is
 one number, and that backward starts from without a given gradient, is noted for the optimizers of the calling session.
 Between two steps these values are summed: losses of several micro-batches are, as their gradients are. The last such session
 takes the wrapper away when it ends. `step(loss=...)` and the value of a closure come before what was noted.
@@ -36,7 +37,7 @@ class LossWatch:
     def note(self, session: Session, loss: torch.Tensor) -> None:
         """Backward was called on this, by a thread of that session."""
         if session is self._session:
-            value = _wide(loss)
+            value = wide(loss)
             self._seen = value if self._seen is None else self._seen + value
 
     def take(self) -> torch.Tensor | None:
@@ -65,7 +66,7 @@ class BlockLoss:
         """
         seen = self._watch.take()
         if given is not None:
-            seen = _wide(torch.as_tensor(given))
+            seen = wide(torch.as_tensor(given))
         elif seen is not None and unscaled:
             raise UsageError("the loss was scaled by a GradScaler, and unscale_() hides by how much; call step(loss=loss)")
         elif seen is not None and scale is not None:
@@ -133,7 +134,7 @@ def _note(roots: Sequence[torch.Tensor]) -> None:
                 watch.note(session, root)
 
 
-def _wide(loss: torch.Tensor) -> torch.Tensor:
-    """One number, detached; of two bytes it is summed in four."""
+def wide(loss: torch.Tensor) -> torch.Tensor:
+    """A loss as one number, detached; of two bytes it is summed in four."""
     value = loss.detach().reshape(())
     return value.float() if value.element_size() < 4 else value

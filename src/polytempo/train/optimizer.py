@@ -37,11 +37,12 @@ from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.protocol.optimizer_names import beside, number_of
+from polytempo.protocol.training_troubles import Circumstances
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN
 from polytempo.reducer.buffer_mean import BufferMean
 from polytempo.reducer.factory import make_reducer
-from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, gradient_digest
+from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, OwnReport, gradient_digest
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone
 from polytempo.reducer.peer_reducer import PeerReducer
@@ -86,6 +87,7 @@ from polytempo.train.validation import (
     names_of,
     weight_of,
 )
+from polytempo.train.vital_signs import OwnGuard, StepSigns
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -178,7 +180,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             if optimizer.state and not session.job.resumed and session.rank == min(ranks.members, default=0):
                 self._given.give()
         fragments = self._take_part(averaged, among_workers) if together else []
-        finite = FiniteWatch(self._names, session.rank, nonfinite, self._params if session.client is None else None)
+        report = OwnReport(session.rank, self._params, self._circumstances) if together and session.client is None else None
+        finite = FiniteWatch(self._names, session.rank, nonfinite, report)
+        self._signs = StepSigns(session, self._params) if self._reducer is not None else None
+        first = session.rank == min(ranks.members, default=0)
+        self._guard = OwnGuard(report) if report is not None and first else None
         self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
         tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
         looks_ahead = spec.worker_momentum == LOOKAHEAD
@@ -242,7 +248,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _gradient_momentum(self) -> GradientMomentum | None:
         looks_ahead = self._spec.worker_momentum == LOOKAHEAD
-        return GradientMomentum(self.inner, looks_ahead) if self._momentum is MomentumForm.GRADIENT else None
+        return (
+            GradientMomentum(self.inner, looks_ahead, self._spec.spike) if self._momentum is MomentumForm.GRADIENT else None
+        )
 
     def _spec_of(self, special: str) -> OptimizerSpec:
         """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
@@ -359,12 +367,25 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
             request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
             request.about = {"computed": computed, **self._figures(computed), **self._data_position(samples)}
+            self._look_at_signs(request)
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
         if self._input is not None and not (self._session.client and self._session.client.stop):
             self._input.watch()
         return result if value is None else value
+
+    def _look_at_signs(self, request: StepRequest) -> None:
+        """What this step shows of the training, for the guard against divergence."""
+        if self._signs is not None:
+            signs = self._signs.look(request)
+            request.about["vital_signs"] = () if signs is None else (signs,)
+            if self._guard is not None:
+                self._guard.look(signs, self._update.steps)
+
+    def _circumstances(self) -> Circumstances:
+        """How this worker trains, where no server does."""
+        return Circumstances(self._spec.text, float(self.param_groups[0]["lr"]), local=self._spec.averaging is not None)
 
     def _begin_step(self, reducer: Reducer) -> float:
         """Check the parameters; the seconds that this worker has computed."""
