@@ -50,18 +50,22 @@ class ByHand:
         make: Its optimizer.
         ahead: Does it push the look-ahead? Otherwise what it steps along.
         decoupled: Weight decay that is no part of what is extrapolated.
+        spike: A gradient of SGD's longer than this many times its usual length is shortened; 0: none is.
     """
 
-    def __init__(self, make: MakeOptimizer, ahead: bool = True, decoupled: float = 0.0) -> None:
+    def __init__(self, make: MakeOptimizer, ahead: bool = True, decoupled: float = 0.0, spike: float = 1.5) -> None:
         self.params = copied(START)
         self.optimizer = make(self.params)
         self._ahead, self._decay, self._is_unknown = ahead, decoupled, False
         self._before: list[torch.Tensor | None] = [None for _ in self.params]  # at a rate of 1
         self._velocity = [torch.zeros_like(param) for param in self.params]
+        self._spike, self._usual = spike, [0.0 for _ in self.params]  # the length of each parameter's gradient
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of torch's, which says nothing of the change before: the next is pushed as it is."""
+        """Go on from a state of torch's, which says nothing of the change before: the next is pushed as it is. Nor does it
+        say how long gradients are."""
         self.optimizer.load_state_dict(copy.deepcopy(saved))
+        self._usual = [0.0 for _ in self.params]
         self._velocity = [own.get("momentum_buffer", torch.zeros(())).clone() for own in saved["state"].values()]
         self._is_unknown = "momentum_buffer" not in saved["state"][0]
 
@@ -76,11 +80,20 @@ class ByHand:
             if grad is None:
                 changes.append(torch.zeros_like(value))
                 continue
+            grad = self._calmed(index, grad)
             grad = (-grad if group["maximize"] else grad) + group["weight_decay"] * value
             self._velocity[index] = group["momentum"] * self._velocity[index] + grad
             ahead = grad + group["momentum"] * self._velocity[index]
             changes.append(-group["lr"] * (ahead if self._ahead or group["nesterov"] else self._velocity[index]))
         return changes
+
+    def _calmed(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        length, usual = float(grad.norm()), self._usual[index]
+        most = self._spike * usual
+        counted = min(length, most) if self._spike and usual else length
+        if length:
+            self._usual[index] = float(torch.tensor(usual + 0.05 * (counted - usual) if usual else length))  # of 32 bits
+        return grad * (counted / length) if counted < length else grad
 
     def _of_any(self, values: Tensors, gradients: Gradients) -> Tensors:
         with torch.no_grad():
@@ -206,11 +219,12 @@ def by_hand(
     fresh: bool = False,
     ahead: bool = True,
     decoupled: float = 0.0,
+    spike: float = 1.5,
     of: Callable[[ByHand, Tensors, int, int], Tensors] | None = None,
 ) -> Tensors:
     """The same in one process. `of`: what a turn pushes, of the worker, the values it has read, and its numbers."""
     now = [start.detach().clone() for start in START]
-    workers = [ByHand(make, ahead, decoupled) for _ in range(max(order) + 1)]
+    workers = [ByHand(make, ahead, decoupled, spike) for _ in range(max(order) + 1)]
     read, counts = [now for _ in workers], [0] * len(workers)
     for worker in order:
         values = now if fresh else read[worker]

@@ -39,7 +39,7 @@ RULES: dict[str, MakeOptimizer] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.05),
 }
-SCALES = {"SGD": 0.5, "Adam": 0.5**0.5}
+SCALES = {"SGD": 0.5, "Adam": 2**-0.75}
 #: By rule: the state in which its momentum is.
 MOMENTA = {"SGD": "momentum_buffer", "Adam": "exp_avg"}
 
@@ -178,7 +178,8 @@ def test_a_state_that_is_too_large_for_every_report_is_a_push_ahead_at_most(
 
     played("asp", RULES["SGD"], noting, job_options={"checkpoint": tmp_path, "checkpoint_every": 2})
     file = load_file(tmp_path / "step-00000002" / "state-worker-0.safetensors")
-    assert_equal([file[f"0.{index}"].view(torch.float64) for index in range(3)], [v.reshape(-1) for v in velocities[3]])
+    held = [file[f"0.{index}"] for index in range(6)]
+    assert_equal([one.view(torch.float64) for one in held if one.numel() > 1], [v.reshape(-1) for v in velocities[3]])
 
 
 def resumed_with(workers: int, sync: str, directory: Path, make: MakeOptimizer) -> list[State]:
@@ -242,20 +243,24 @@ def test_a_checkpoint_that_says_nothing_of_momentum_gives_each_worker_the_server
         assert_equal(momenta(state, "SGD"), momenta(states[0], "SGD"))
 
 
-def test_a_state_with_the_last_change_loads_into_servers_without_it() -> None:
-    _, _, states = played("asp", RULES["Adam"])
-    assert "direction" in states[0]["state"][0]
+@pytest.mark.parametrize(
+    ("name", "own", "of_torch"),
+    [("SGD", "usual_length", {"momentum_buffer"}), ("Adam", "direction", {"step", "exp_avg", "exp_avg_sq"})],
+)
+def test_what_only_workers_use_is_not_loaded_into_servers(name: str, own: str, of_torch: set[str]) -> None:
+    _, _, states = played("asp", RULES[name])
+    assert own in states[0]["state"][0]
 
     def work(session: Session) -> State:
-        optimizer = DistributedOptimizer(RULES["Adam"](copied(START)))
+        optimizer = DistributedOptimizer(RULES[name](copied(START)))
         if session.rank == 0:
             optimizer.load_state_dict(copy.deepcopy(states[0]))
         return optimizer.state_dict()
 
     with ThreadJob(2, 2, "asp,momentum=server") as job:
         read, _ = job.run(work)
-    assert set(read["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert_equal(momenta(read, "Adam"), momenta(states[0], "Adam"))
+    assert set(read["state"][0]) == of_torch
+    assert_equal(momenta(read, name), momenta(states[0], name))
 
 
 # Workers that come and go.
@@ -282,7 +287,7 @@ def test_who_comes_back_starts_from_the_servers_values_and_what_workers_started_
 
     def scale() -> float:
         active = sum(stats.left_at is None for stats in job.sequencer.statistics)
-        return 1 / active if name == "SGD" else active**-0.5
+        return 1 / active if name == "SGD" else active**-0.75
 
     def stays(session: Session) -> Tensors:
         params = copied(START)

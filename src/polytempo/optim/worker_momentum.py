@@ -23,6 +23,8 @@ PIECE = 1 << 16
 DIRECTION = "direction"
 #: In the same place: the running mean of the length of a parameter's gradient; and elements of which a length is taken.
 USUAL, SAMPLED = "usual_length", 1 << 14
+#: What only workers make use of.
+OF_WORKERS = (DIRECTION, USUAL)
 
 
 def known_name(optimizer: torch.optim.Optimizer) -> str:
@@ -74,7 +76,7 @@ class GradientMomentum:
     Args:
         optimizer: The worker's SGD, whose parameter groups say what to do in each step.
         looks_ahead: Push the look-ahead; otherwise what torch's SGD steps along.
-        spike: A gradient that is longer than so many times the usual length of its parameter's is shortened; 0: none is.
+        spike: A gradient longer than this many times the usual length of its parameter's is shortened; 0: none is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, spike: float = 0.0) -> None:

@@ -154,7 +154,7 @@ def calmed(length: float, usual: float, spike: float) -> tuple[float, float]:
     Args:
         length: Its norm.
         usual: The running mean of norms so far; 0 where none is known.
-        spike: A longer gradient than so many times the usual one is shortened to that.
+        spike: A gradient longer than this many times the usual length is shortened to that.
     """
     if not usual or not 0 < length < math.inf:  # nothing is learned from no gradient, or from one that is not finite
         return 1.0, usual or (length if length < math.inf else 0.0)

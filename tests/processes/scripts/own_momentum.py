@@ -1,4 +1,4 @@
-"""Two models in one job: one with SGD and momentum, one with Adam. What rank 0 has of their momentum at the start is printed."""
+"""Two models in one job, of SGD with momentum and of Adam. What rank 0 has of their state at the start is printed."""
 
 import torch
 from torch import nn
