@@ -24,6 +24,8 @@ PIECE = 1 << 16
 DIRECTION = "direction"
 #: In the same place: the running mean of the length of a parameter's gradient.
 USUAL = "usual_length"
+#: What only workers make use of.
+OF_WORKERS = (DIRECTION, USUAL)
 #: From so few elements, or up to twice as many, the length of a larger gradient is taken.
 SAMPLED = 1 << 14
 
