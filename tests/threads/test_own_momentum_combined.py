@@ -544,3 +544,25 @@ def test_workers_with_a_gpu_and_without_one_train_together(name: str) -> None:
     start = [param.detach() for param in START]
     changes = [ByHand(make).change(start, gradient(start, rank, 0)) for rank in range(2)]
     assert_close(end, [at + scale * (one + two) for at, one, two in zip(start, *changes, strict=True)], rtol=1e-11)
+
+
+def test_tables_on_the_servers_learn_beside_momentum_of_the_workers() -> None:
+    """A `ServerEmbedding` keeps its own rule; the layer behind it is pushed as a look-ahead."""
+
+    def work(session: Session) -> tuple[str, float, float]:
+        table = ServerEmbedding(10, 2)
+        model = nn.Sequential(table, nn.Linear(2, 1))
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (model(torch.arange(5)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return optimizer.spec.text, losses[0], losses[-1]
+
+    with ThreadJob(2, 2, "asp") as job:
+        for text, first, last in job.run(work):
+            assert text == "asp,momentum=lookahead,spike=1.5"
+            assert last < first / 2
