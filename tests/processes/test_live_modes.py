@@ -84,8 +84,8 @@ def test_what_was_chosen_for_each_optimizer_is_said_once_and_goes_on(bench: Benc
     assert done.returncode == 0, done.stderr
     look, how = "pushes its look-ahead", "momentum=server keeps one for all on the servers"
     assert [line for line in done.stderr.splitlines() if "momentum=" in line] == [
-        f"polytempo: asp,momentum=lookahead: each worker keeps the momentum of its own SGD and {look}; {how}",
-        f"polytempo: asp,momentum=lookahead,scale=sqrt: each worker keeps the momentum of its own Adam and {look}; {how}",
+        f"polytempo: asp,momentum=lookahead,spike=1.5: each worker keeps the momentum of its own SGD and {look}; {how}",
+        f"polytempo: asp,momentum=lookahead,scale=n^-0.75: each worker keeps the momentum of its own Adam and {look}; {how}",
     ]
     assert "[0] begins with 0 0" in done.stdout
     checked = bench.run("check", "record")
