@@ -41,7 +41,7 @@ def pushed_each(momentum: GradientMomentum, params: Sequence[torch.Tensor], keep
     return out
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_device_does_what_the_cpu_does(dtype: torch.dtype, close: float, large: bool) -> None:
     """Tensors of the CPU stand for it. A parameter without a gradient in some steps keeps what it has."""
@@ -163,6 +163,21 @@ def test_what_is_usual_is_in_the_state_and_goes_on_from_it(dtype: torch.dtype, t
     plain = torch.optim.SGD(others, **GROUPS)
     plain.load_state_dict(first.state_dict())
     plain.step()  # torch's own has no use for it
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_first_gradient_that_says_nothing_is_not_what_is_usual(bad: float, together: bool) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    momentum = GradientMomentum(sgd, True, 1.5)
+    for value, wanted in ((bad, 0.0), (3.0, 3.0), (100.0, 3.075)):
+        param.grad = torch.tensor([value, 0.0])
+        if together:
+            momentum.pushes([param])
+        else:
+            pushed_each(momentum, [param])
+        assert usual(sgd, [param]) == pytest.approx([wanted])
 
 
 # In virtual time.

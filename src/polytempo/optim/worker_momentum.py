@@ -119,9 +119,9 @@ class GradientMomentum:
         found: dict[int, torch.Tensor] = {}
         for group, members in _grouped(self._optimizer, [param for param in params if param.grad is not None]):
             out = [dense(param.grad).clone() for param in members]
+            velocities = [self._velocity(param, keeps=True) for param in members] if group["momentum"] else []
             if self._spike:
                 self._calm_all(members, out)
-            velocities = [self._velocity(param, keeps=True) for param in members] if group["momentum"] else []
             self._step(group, [param.detach() for param in members], out, velocities)
             found |= {id(param): pushed for param, pushed in zip(members, out, strict=True)}
         return found
@@ -144,7 +144,7 @@ class GradientMomentum:
             torch._foreach_copy_(out, velocities)
 
     def _calm(self, param: torch.Tensor, gradient: torch.Tensor, keeps: bool) -> float:
-        """What a gradient is multiplied by. Lengths are of 32 bits, as on a device."""
+        """What a gradient is multiplied by. What is kept is of 32 bits, and worked out in 64, as on a device."""
         state = self._optimizer.state.get(param, {})
         sample, times = _sample(gradient)
         length = float((torch.linalg.vector_norm(sample) * times).float())
@@ -158,14 +158,14 @@ class GradientMomentum:
         states = [self._optimizer.state[param] for param in params]
         samples, times = zip(*map(_sample, gradients), strict=True)
         norms = torch._foreach_mul(torch._foreach_norm(samples), times)
-        lengths = torch.stack([norm.float() for norm in norms])
+        lengths = torch.stack([norm.float() for norm in norms]).double()
         usual = torch.stack([state.get(USUAL, lengths.new_zeros(())).to(lengths) for state in states])
         counted = torch.minimum(lengths, self._spike * usual)
         learns = (usual > 0) & (lengths > 0) & lengths.isfinite()
         factors = torch.where(learns, counted / lengths, 1.0)
         first = torch.where(lengths.isfinite(), lengths, 0.0)
         kept = torch.where(usual > 0, torch.where(learns, usual + FOLLOWS * (counted - usual), usual), first)
-        for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.unbind(), strict=True):
+        for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.float().unbind(), strict=True):
             gradient.mul_(factor)
             state[USUAL] = one
 

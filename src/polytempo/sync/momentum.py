@@ -19,6 +19,8 @@ servers run SGD without momentum. Other rules push the change itself. b is 0 whe
     momentum=worker      d alone: the momentum of each worker, without the look-ahead
     momentum=server      one momentum on the servers for all pushes, as the textbook has it
     momentum=async       that one, lowered by the staleness (`corrections.py`)
+    spike=1.5            with SGD's gradients at each worker: one that is longer than 1.5 times what is usual is shortened to
+                         that (`calmed`); chosen with the look-ahead, and not where `momentum=` is given
 
 What a rule does with the size of a gradient says how the push of one of n workers is scaled: by 1/n where the change is
 linear in the gradient, by 1/sqrt(n) where the rule divides by the gradient's size (Malladi et al. 2022, for batches). Where
@@ -26,8 +28,9 @@ such a rule has momentum, too, 1/sqrt(n) is too much at the best rate of bsp and
 (examples/gpt.py, 4 workers, loss against bsp at 2e-3, 4e-3 and its best, 8e-3: +0.5, +0.6, -1.8 %; by 1/sqrt(n) -2.9, -0.8,
 +3.6 %).
 
-Defaults are chosen once for each optimizer, and written out: `asp` becomes `asp,momentum=lookahead,scale=n^-0.75`. A spec
-that leaves them out means the servers' momentum and 1/n, as records and checkpoints of earlier versions have it.
+Defaults are chosen once for each optimizer, and written out: `asp` becomes `asp,momentum=lookahead,spike=1.5` with SGD, and
+`asp,momentum=lookahead,scale=n^-0.75` with Adam. A spec that leaves them out means the servers' momentum, gradients as they
+are, and 1/n, as records and checkpoints of earlier versions have it.
 """
 
 from __future__ import annotations
