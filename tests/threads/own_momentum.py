@@ -1,11 +1,14 @@
 """Workers that keep momentum of their own and push in a given order: live, and by hand.
 
-By hand SGD is the formula, and any other rule torch's own optimizer, whose change is extrapolated.
+By hand SGD is the formula, and any other rule torch's own optimizer, whose change is extrapolated. As a mode is settled for
+SGD, gradients that are far longer than usual are shortened: that is worked out here in plain Python.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +46,15 @@ def _goal(index: int, worker: int, number: int) -> torch.Tensor:
     return torch.randn(SHAPES[index], generator=generator, dtype=torch.float64)
 
 
+def shortened(grad: torch.Tensor, usual: float, spike: float = 1.5) -> tuple[torch.Tensor, float]:
+    """A gradient that is at most this many times as long as usual, and what is usual then, in numbers of 32 bits."""
+    length = ctypes.c_float(math.sqrt(sum(x * x for x in grad.reshape(-1).tolist()))).value
+    if not length:
+        return grad, usual
+    kept = min(length, spike * usual) if usual else length
+    return grad * (kept / length), ctypes.c_float(usual + 0.05 * (kept - usual) if usual else length).value
+
+
 class ByHand:
     """One worker: what its gradients make of the values, at the full rate.
 
@@ -50,23 +62,22 @@ class ByHand:
         make: Its optimizer.
         ahead: Does it push the look-ahead? Otherwise what it steps along.
         decoupled: Weight decay that is no part of what is extrapolated.
-        spike: A gradient of SGD's longer than this many times its usual length is shortened; 0: none is.
+        spike: A gradient of SGD is at most this many times as long as usual; 0: as long as it is.
     """
 
     def __init__(self, make: MakeOptimizer, ahead: bool = True, decoupled: float = 0.0, spike: float = 1.5) -> None:
         self.params = copied(START)
+        self._spike, self._usual = spike, [0.0 for _ in self.params]
         self.optimizer = make(self.params)
         self._ahead, self._decay, self._is_unknown = ahead, decoupled, False
         self._before: list[torch.Tensor | None] = [None for _ in self.params]  # at a rate of 1
         self._velocity = [torch.zeros_like(param) for param in self.params]
-        self._spike, self._usual = spike, [0.0 for _ in self.params]  # the length of each parameter's gradient
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of torch's, which says nothing of the change before: the next is pushed as it is. Nor does it
-        say how long gradients are."""
+        """Go on from a state of torch's, which says nothing of the change before: the next is pushed as it is."""
         self.optimizer.load_state_dict(copy.deepcopy(saved))
-        self._usual = [0.0 for _ in self.params]
         self._velocity = [own.get("momentum_buffer", torch.zeros(())).clone() for own in saved["state"].values()]
+        self._usual = [float(own.get("usual_length", 0.0)) for own in saved["state"].values()]
         self._is_unknown = "momentum_buffer" not in saved["state"][0]
 
     def change(self, values: Tensors, gradients: Gradients) -> Tensors:
@@ -88,12 +99,9 @@ class ByHand:
         return changes
 
     def _calmed(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        length, usual = float(grad.norm()), self._usual[index]
-        most = self._spike * usual
-        counted = min(length, most) if self._spike and usual else length
-        if length:
-            self._usual[index] = float(torch.tensor(usual + 0.05 * (counted - usual) if usual else length))  # of 32 bits
-        return grad * (counted / length) if counted < length else grad
+        if self._spike:
+            grad, self._usual[index] = shortened(grad, self._usual[index], self._spike)
+        return grad
 
     def _of_any(self, values: Tensors, gradients: Gradients) -> Tensors:
         with torch.no_grad():

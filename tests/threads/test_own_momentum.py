@@ -96,8 +96,20 @@ def test_all_modes_that_apply_single_pushes_do_the_same(sync: str, options: str,
     assert_close(end, by_hand(make, scale), rtol=1e-11)
     assert [line for line in job.notices if "momentum" in line] == [
         f"{sync}{options},momentum=lookahead,spike=1.5: each worker keeps the momentum of its own SGD and pushes its "
-        "look-ahead; momentum=server keeps one for all on the servers"
+        "look-ahead; gradients above 1.5 times their usual length are shortened (spike=1.5); momentum=server keeps one for "
+        "all on the servers"
     ]
+
+
+@pytest.mark.parametrize(("options", "spike"), [("momentum=lookahead", 0), ("spike=1.1", 1.1), ("spike=9", 9)])
+@pytest.mark.parametrize("name", ["SGD", "SGD, weight decay", "SGD in groups"])
+def test_gradients_are_shortened_at_the_length_that_is_given(name: str, options: str, spike: float) -> None:
+    """By name the look-ahead is Nesterov's, of gradients as they are."""
+    make, _ = RULES[name]
+    end, _, _ = played(f"asp,{options}", make)
+    assert_close(end, expected(name, spike=spike), rtol=1e-11)
+    others = [expected(name, spike=other) for other in (0, 1.1, 1.5) if other != spike and {other, spike} != {0, 9}]
+    assert not any(torch.equal(one, mine) for other in others for one, mine in zip(other[:1], end[:1], strict=True))
 
 
 # One worker.

@@ -23,7 +23,7 @@ from helpers import (
     made_params,
     set_gradients,
 )
-from own_momentum import ORDER, START, ByHand, Tensors, by_hand, gradient, played
+from own_momentum import ORDER, START, ByHand, Tensors, by_hand, gradient, played, shortened
 from tabled import lookup_batches, lookup_model
 from torch import nn
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(20)
 Params = list[nn.Parameter]
 RULES: dict[str, tuple[MakeOptimizer, float]] = {
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), 0.5),
-    "Adam": (lambda p: torch.optim.Adam(p, lr=0.05), 2**-0.75),
+    "Adam": (lambda p: torch.optim.Adam(p, lr=0.05), 0.5**0.75),
 }
 
 
@@ -85,7 +85,8 @@ def test_the_rate_of_what_is_pushed_falls_with_staleness(options: str, rate: Cal
     make, scale = RULES[name]
     end, job, _ = played(f"asp,{options}", make)
     assert_close(end, by_hand(make, scale, of=corrected(rate)), rtol=1e-11)
-    assert told(job)[0].startswith(f"asp,{options},momentum=lookahead")
+    chosen = "momentum=lookahead,spike=1.5:" if name == "SGD" else "momentum=lookahead,scale=n^-0.75:"
+    assert told(job)[0].startswith(f"asp,{options},{chosen}")
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -254,6 +255,27 @@ def test_what_the_user_asked_for_and_cannot_have_is_refused() -> None:
                 job.run(lambda session, make=make: make() and None)
 
 
+@pytest.mark.parametrize(
+    ("sync", "make", "options", "reason"),
+    [
+        ("asp,spike=2", ADAM, {}, "that of Adam is of changes"),
+        ("asp,spike=2", SGD, {"apply": "delta"}, "apply='delta' pushes what the script's optimizer changes"),
+        ("asp,spike=2", muon, {}, "the look-ahead of Muon is not known"),
+        ("asp,spike=2", lambda p: torch.optim.SGD(p, lr=0.05), {}, "SGD has none"),
+        ("asp,momentum=server,spike=2", SGD, {}, "momentum=server keeps it on the servers"),
+    ],
+)
+def test_spike_is_refused_where_it_could_do_nothing_but_to_one_worker_alone(
+    sync: str, make: MakeOptimizer, options: dict[str, Any], reason: str
+) -> None:
+    with ThreadJob(2, 1, sync) as job, pytest.raises(UsageError) as refused:
+        job.run(lambda session: plain(make, **options)() and None)
+    wanted = f"{sync}: spike= shortens gradients that go into momentum at each worker, and {reason}; leave it out"
+    assert wanted in str(refused.value)
+    with ThreadJob(1, 1, sync) as job:
+        assert job.run(lambda session: plain(make, **options)().spec.text) == [sync]
+
+
 def test_lbfgs_runs_on_the_worker_as_it_did() -> None:
     def work(session: Session) -> str:
         params = copied(START)
@@ -305,18 +327,21 @@ def test_rows_keep_the_servers_rule_and_the_rest_its_momentum() -> None:
         nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
 
     turns = threading.Barrier(2)
-    with ThreadJob(2, 2, "asp,momentum=lookahead") as job:
+    with ThreadJob(2, 2, "asp") as job:
         ends = job.run(work)
     velocities = [[torch.zeros_like(param) for param in start.out.parameters()] for _ in range(2)]
+    usual = [[0.0 for _ in of] for of in velocities]
     for step in batches:
         for worker, batch in enumerate(step):
             differentiate(start, batch)
             with torch.no_grad():
                 start.embedding.weight.sub_(start.embedding.weight.grad.to_dense(), alpha=0.05)
-                for param, velocity in zip(start.out.parameters(), velocities[worker], strict=True):
-                    velocity.mul_(0.9).add_(param.grad)
-                    param.sub_(param.grad + 0.9 * velocity, alpha=0.05)
+                for index, (param, velocity) in enumerate(zip(start.out.parameters(), velocities[worker], strict=True)):
+                    grad, usual[worker][index] = shortened(param.grad, usual[worker][index])
+                    velocity.mul_(0.9).add_(grad)
+                    param.sub_(grad + 0.9 * velocity, alpha=0.05)
     assert_close(ends[0], [param.detach() for param in start.parameters()], rtol=1e-10)
+    assert told(job)[0].startswith("asp,momentum=lookahead,spike=1.5:")
 
 
 @pytest.mark.parametrize("name", RULES)

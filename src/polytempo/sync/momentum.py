@@ -19,6 +19,8 @@ servers run SGD without momentum. Other rules push the change itself. b is 0 whe
     momentum=worker      d alone: the momentum of each worker, without the look-ahead
     momentum=server      one momentum on the servers for all pushes, as the textbook has it
     momentum=async       that one, lowered by the staleness (`corrections.py`)
+    spike=1.5            with SGD's gradients at each worker: one that is longer than 1.5 times what is usual is shortened to
+                         that (`calmed`); chosen with the look-ahead, and not where `momentum=` is given
 
 What a rule does with the size of a gradient says how the push of one of n workers is scaled: by 1/n where the change is
 linear in the gradient, by 1/sqrt(n) where the rule divides by the gradient's size (Malladi et al. 2022, for batches). Where
@@ -26,8 +28,9 @@ such a rule has momentum, too, 1/sqrt(n) is too much at the best rate of bsp and
 (examples/gpt.py, 4 workers, loss against bsp at 2e-3, 4e-3 and its best, 8e-3: +0.5, +0.6, -1.8 %; by 1/sqrt(n) -2.9, -0.8,
 +3.6 %).
 
-Defaults are chosen once for each optimizer, and written out: `asp` becomes `asp,momentum=lookahead,scale=n^-0.75`. A spec
-that leaves them out means the servers' momentum and 1/n, as records and checkpoints of earlier versions have it.
+Defaults are chosen once for each optimizer, and written out: `asp` becomes `asp,momentum=lookahead,spike=1.5` with SGD, and
+`asp,momentum=lookahead,scale=n^-0.75` with Adam. A spec that leaves them out means the servers' momentum, gradients as they
+are, and 1/n, as records and checkpoints of earlier versions have it.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def _read(text: str) -> str:
 
 def _read_spike(text: str) -> float:
     value = float(text)
-    if not 1 <= value < math.inf:
+    if not 1 < value < math.inf:  # at 1 the usual length could fall, and never rise
         raise ValueError(text)
     return value
 
@@ -62,7 +65,7 @@ def _read_spike(text: str) -> float:
 #: The options of every mode that keeps momentum at workers by default.
 MOMENTUM: Mapping[str, ArgumentReader] = {
     "momentum": ArgumentReader(f"{', '.join(_KNOWN[:-1])} or {ASYNC}", _read, LOOKAHEAD),
-    "spike": ArgumentReader("a number from 1 on", _read_spike, "1.5"),
+    "spike": ArgumentReader("a number above 1", _read_spike, "1.5"),
 }
 
 #: What `spike` is where it is chosen, and how fast the usual length of a gradient follows.
@@ -154,12 +157,31 @@ def calmed(length: float, usual: float, spike: float) -> tuple[float, float]:
     Args:
         length: Its norm.
         usual: The running mean of norms so far; 0 where none is known.
-        spike: A gradient longer than this many times the usual length is shortened to that.
+        spike: A gradient that is longer than this many times the usual one is shortened to that.
     """
     if not usual or not 0 < length < math.inf:  # nothing is learned from no gradient, or from one that is not finite
         return 1.0, usual or (length if length < math.inf else 0.0)
     counted = min(length, spike * usual)
     return counted / length, usual + FOLLOWS * (counted - usual)
+
+
+def check_spike(text: str, optimizer: str, groups: Sequence[GroupSettings], at_workers: bool, why_not: str = "") -> None:
+    """Refuse a spec whose `spike` would have no effect: it shortens gradients that each worker puts into its momentum.
+
+    Args:
+        text: The spec.
+        optimizer: The name of the class, where it is torch's own; else empty.
+        groups: Its parameter groups.
+        at_workers: Does each worker keep momentum of its own?
+        why_not: The reason for which it does not, if there is one.
+    """
+    if optimizer in RULES and form_of(optimizer, groups) is MomentumForm.CHANGE:
+        why = f"that of {optimizer} is of changes"
+    elif at_workers:
+        return
+    else:
+        why = why_not or (f"{optimizer} has none" if optimizer in RULES else "its look-ahead is not known")
+    raise UsageError(f"{text}: spike= shortens gradients that go into momentum at each worker, and {why}; leave it out")
 
 
 #: Steps in which a worker comes in that joins a job under way, where its rule divides by the size of gradients.

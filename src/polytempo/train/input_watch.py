@@ -81,5 +81,6 @@ def add_figures(sums: dict[str, Any], about: dict[str, Any]) -> None:
         figure = about.pop(name, None)  # also where it is None: the sum may have one of a step before
         if figure is not None:
             sums[name] = sums.get(name, 0.0) + figure
-    signs = (*sums.get("vital_signs", ()), *about.pop("vital_signs", ()))
-    sums["vital_signs"] = signs[::-2][::-1] if len(signs) > MOST_SIGNS else signs  # with the last
+    if signs := about.pop("vital_signs", ()):
+        together = (*sums.get("vital_signs", ()), *signs)
+        sums["vital_signs"] = together[::-2][::-1] if len(together) > MOST_SIGNS else together  # with the last
