@@ -82,11 +82,11 @@ def test_what_was_chosen_for_each_optimizer_is_said_once_and_goes_on(bench: Benc
     script, saved = str(SCRIPTS / "own_momentum.py"), ["--checkpoint", "saved"]
     done = bench.run("run", "-n", "3", "--sync", "asp", *saved, "--record", "record", script)
     assert done.returncode == 0, done.stderr
-    look, how = "pushes its look-ahead", "momentum=server keeps one for all on the servers"
-    assert [line for line in done.stderr.splitlines() if "momentum=" in line] == [
-        f"polytempo: asp,momentum=lookahead,spike=1.5: each worker keeps the momentum of its own SGD and {look}; {how}",
-        f"polytempo: asp,momentum=lookahead,scale=n^-0.75: each worker keeps the momentum of its own Adam and {look}; {how}",
-    ]
+    told = [line.split(": ")[1:] for line in done.stderr.splitlines() if "momentum=" in line]
+    assert [text for text, *_ in told] == ["asp,momentum=lookahead,spike=1.5", "asp,momentum=lookahead,scale=n^-0.75"]
+    for (_, said), name in zip(told, ("SGD", "Adam"), strict=True):
+        assert said.startswith(f"each worker keeps the momentum of its own {name} and pushes its look-ahead; ")
+        assert said.endswith("; momentum=server keeps one for all on the servers")
     assert "[0] begins with 0 0" in done.stdout
     checked = bench.run("check", "record")
     assert checked.returncode == 0, checked.stderr
