@@ -77,6 +77,8 @@ def test_no_alarm_while_a_training_is_healthy(workers: int, loss: bool) -> None:
         ],
         # What is rewarded grows, and so does a loss that says little.
         [(0.01 + 0.01 * k, 0.1 + 0.01 * k, 0.002, 10.0) for k in range(900)],
+        # What cannot be learned, at a rate that is high; of the first batches most were easy.
+        [((0.4, 1.2)[k % 8 > 4] if k < 8 else 1.0 + 0.05 * (k % 5), 1.4, 0.12, 1.0) for k in range(300)],
         # A regression that starts high, on data without noise.
         [(1e6 * 0.9**k, 1e4 * 0.95**k, 0.0 if not k else 0.5 / k, 100 * (1 - 0.9**k)) for k in range(300)],
         # A network that is normalised: values grow, gradients shrink, the loss falls.

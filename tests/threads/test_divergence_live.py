@@ -110,6 +110,43 @@ def test_a_job_may_end_by_it() -> None:
     assert len([notice for notice in job.notices if "diverged" in notice]) == 1
 
 
+def test_of_several_optimizers_the_first_is_told_of() -> None:
+    job = ThreadJob(2, 1, "bsp")
+
+    def work(session: Session) -> None:
+        models = [small_model(), small_model()]
+        optimizers = [DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) for model in models]
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                for param in model.parameters():
+                    param.grad = torch.full_like(param, float("nan") if step == 2 else 0.1 * (1 + session.rank))
+                optimizer.step()
+
+    with job:
+        job.run(work)
+    (line,) = [notice for notice in job.notices if "not finite" in notice]
+    assert ", step 2: its gradient is not finite (NaN or infinite), and the job goes on with it; likely cause: " in line
+    assert job.summary["diverged"]["trouble"] in line
+
+
+def test_what_weighs_nothing_is_no_divergence() -> None:
+    job = ThreadJob(2, 1, "bsp")
+
+    def work(session: Session) -> None:
+        model = small_model()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for step in range(3):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, float("nan") if session.rank else 0.1 * step)
+            optimizer.step(samples=1 - session.rank)
+
+    with job:
+        job.run(work)
+    assert job.notices == []
+    assert job.summary["diverged"] == {}
+    assert job.summary["nonfinite"] == 3
+
+
 def test_the_checkpoint_that_is_named_is_not_removed(tmp_path: Path) -> None:
     job = ThreadJob(4, 1, "asp,momentum=server", checkpoint=tmp_path, checkpoint_every=1)
     (line,) = train(job, "asp,momentum=server", rate=0.4, steps=120)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import polytempo as pt
+from polytempo.protocol.values import VitalSigns
 from polytempo.records.files import read_events
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.input_watch import InputWatch, add_figures
+from polytempo.train.input_watch import MOST_SIGNS, InputWatch, add_figures
 
 INPUT, COMPUTE, STEPS = 0.02, 0.01, 4
 
@@ -104,3 +105,16 @@ def test_figures_of_several_steps_are_added_up():
         assert "input" not in about
         assert "work" not in about
     assert sums == {"input": 3.0, "work": 3.0}
+
+
+def test_vital_signs_of_several_steps_are_told_of_as_many_as_there_is_room_for():
+    sums: dict[str, tuple[VitalSigns, ...]] = {}
+    seen = [VitalSigns(float(step), 1.0, 0.1, 1.0) for step in range(100)]
+    for count, signs in enumerate(seen, 1):
+        about = {"vital_signs": (signs,)}
+        add_figures(sums, about)
+        assert about == {}
+        told = list(sums["vital_signs"])
+        assert told == seen[:count] if count <= MOST_SIGNS else MOST_SIGNS // 2 < len(told) <= MOST_SIGNS
+        assert told[-1] is signs
+        assert told == sorted(told, key=seen.index)

@@ -42,12 +42,13 @@ class DivergenceGuard:
         return [Diverged(self._told, circumstances.advice_on_nonfinite)]
 
     def _look(self, clock: OptimizerClock, push: Push) -> Divergence | None:
-        if not push.vital_signs and not push.nonfinite:
+        nonfinite = push.nonfinite and push.samples > 0  # what weighs nothing changes nothing
+        if not push.vital_signs and not nonfinite:
             return None
         if clock.name not in self._rules:
             self._rules[clock.name] = DivergenceRule(len(clock.optimizer_spec.members) or self._size)
         rule = self._rules[clock.name]
-        if push.nonfinite:
+        if nonfinite:
             return rule.add_nonfinite()
         return rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size) for signs in push.vital_signs])
 

@@ -7,9 +7,10 @@ Of each step in a push a worker tells four numbers; samples of its tensors will 
     size      the norm of the values that it was taken on
     change    how far these are from the values of this worker's step before, as a share of their size
 
-Loss, gradient and size are compared with their levels at the start: the medians of the first pushes, two of each worker and
-at least 8; of the size the least, since from zero growth says nothing. So nothing depends on their units. Of the last steps,
-4 of each worker and at least 16, three in four must show
+Loss, gradient and size are compared with their levels at the start, so that nothing depends on their units. These are taken
+from the first pushes, two of each worker and at least 8: of gradients the median; of losses the upper quartile, since a few
+batches may be easy; of sizes the least, since from zero growth says nothing. Of the last steps, 4 of each worker and at
+least 16, three in four must show
 
     thrown    the loss is above its level, and the values are thrown about: they change by more than 15 % at gradients of 3
               times their level, or by so much that rise * change^2 is above 1 %, or gradients are 10,000 times as large
@@ -40,7 +41,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-#: Pushes at the start with whose medians steps are compared: of each worker, and at least.
+#: Pushes at the start with which steps are compared: of each worker, and at least.
 START_STEPS, START_PUSHES = 2, 8
 #: From the first to the second half of these, a loss that has grown by this factor has been spoiled.
 SPOILED = 4
@@ -190,7 +191,10 @@ def _levels(pushes: Sequence[Seen]) -> Seen:
     half = len(pushes) // 2
     first, second = _medians(pushes[:half]), _medians(pushes[half:])
     spoiled = first.loss is not None and second.loss is not None and second.loss > SPOILED * abs(first.loss)
-    return (first if spoiled else _medians(pushes))._replace(size=min(push.size for push in pushes))
+    used = pushes[:half] if spoiled else pushes
+    losses = sorted(push.loss for push in used if push.loss is not None)
+    loss = losses[3 * len(losses) // 4] if losses else None
+    return _medians(used)._replace(loss=loss, size=min(push.size for push in pushes))
 
 
 def _medians(steps: Collection[Seen]) -> Seen:
