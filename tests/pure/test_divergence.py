@@ -215,17 +215,19 @@ def test_it_tells_rates_above_the_limit_from_rates_below(looks_ahead: bool) -> N
 
 
 def test_the_cause_that_is_named() -> None:
-    on_servers = Circumstances("asp,momentum=server", 0.4, 0.9, 2.98).advice
+    on_servers = Circumstances("asp,momentum=server", 0.4, 0.9, staleness=2.98).advice
     assert "momentum 0.9 on the servers" in on_servers
     assert "3.0 updates stale" in on_servers
     assert "(in asp,momentum=server, at the rate 0.4)" in on_servers
     assert "momentum=lookahead" in on_servers
-    stale = Circumstances("ssp:3", 0.4, 0.0, 2.0).advice
+    own_rule = Circumstances("asup", 0.4, 0.9, movable=False, staleness=1.8).advice
+    assert own_rule.endswith("(in asup, at the rate 0.4); lower it, bound the staleness (ssp:3), or lower the rate")
+    stale = Circumstances("ssp:3", 0.4, staleness=2.0).advice
     assert stale == (
         "likely cause: the rate 0.4 is too high for gradients that are 2.0 updates stale on average (in ssp:3); lower it, "
         "bound the staleness (ssp:3), or clip (clip_norm=)"
     )
-    fresh = Circumstances("bsp", 8.0, 0.9, 0.0).advice
+    fresh = Circumstances("bsp", 8.0, 0.9).advice
     assert fresh == "likely cause: the rate 8 is too high (in bsp); lower it, warm it up, or clip (clip_norm=)"
     local = Circumstances("local:8", None, local=True).advice
     assert local.startswith("likely cause: the rate is too high for local steps (in local:8); lower it, average more often")

@@ -23,6 +23,7 @@ class Circumstances:
     sync: str
     rate: float | None = None
     momentum: float = 0.0  #: of the optimizer that servers run
+    movable: bool = True  #: could workers keep it, in this mode?
     staleness: float = 0.0  #: of its gradients, on average
     local: bool = False  #: do workers make local steps?
 
@@ -32,10 +33,10 @@ class Circumstances:
         rate = "the rate" if self.rate is None else f"the rate {self.rate:g}"
         stale = f"gradients that are {self.staleness:.1f} updates stale on average"
         if self.momentum and self.staleness >= STALE:
+            less = "keep it at the workers (momentum=lookahead)" if self.movable else "lower it"
             return (
                 f"likely cause: momentum {self.momentum:g} on the servers, which multiplies what is wrong with {stale} "
-                f"(in {self.sync}, at {rate}); keep it at the workers (momentum=lookahead), bound the staleness (ssp:3), or "
-                "lower the rate"
+                f"(in {self.sync}, at {rate}); {less}, bound the staleness (ssp:3), or lower the rate"
             )
         if self.staleness >= STALE:
             return (

@@ -71,6 +71,7 @@ def circumstances_of(clock: OptimizerClock, push: Push, statistics: Sequence[Wor
         sync=clock.spec.text,
         rate=float(rate) if isinstance(rate, int | float) else None,
         momentum=float(momentum) if on_servers and isinstance(momentum, int | float) else 0.0,
+        movable=clock.spec.mode.keeps_momentum,
         staleness=sum(stats.staleness_sum for stats in statistics) / max(pushes, 1),
         local=clock.spec.averaging is not None,
     )

@@ -1,7 +1,7 @@
 """What a worker sees of its steps, for the guard against divergence: the loss, and samples of gradients and values.
 
-Of at most `TENSORS` parameters every n-th element is read, `ELEMENTS` of each: 0.1 ms a step, however large the model. The
-loss is what `step(loss=...)` was given or a closure has returned, else what `backward()` was called on (`loss_watch.py`).
+Of at most `TENSORS` parameters `ELEMENTS` elements are read: 0.1 ms a step, however large the model. The loss is what
+`step(loss=...)` was given or a closure has returned, else what `backward()` was called on (`loss_watch.py`).
 Where a process has several optimizers, no loss is the loss of one of them, and none is told: those of a GAN rise and fall.
 
 On a device the host does not wait: the stream writes the numbers into host memory, and they are told with the next step.
@@ -26,41 +26,50 @@ from polytempo.sync.divergence import DivergenceRule, Seen
 from polytempo.train.loss_watch import LossWatch, wide
 from polytempo.train.update import StepRequest
 
-#: How much of a model is looked at.
-TENSORS, ELEMENTS = 8, 128
+#: How much of a model is looked at: of so few tensors these many elements, in runs that lie side by side.
+TENSORS, ELEMENTS, RUN = 4, 256, 16
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Some of the elements of a tensor, in the order in which they lie in memory."""
+    """Some of the elements of a parameter and its gradients, in the order in which they lie in memory."""
 
     param: torch.Tensor
-    count: int
-    stride: int
+    shape: tuple[int, int]  #: the number of runs, and their length
+    apart: int  #: from the start of one run to that of the next
 
     @classmethod
-    def of(cls, param: torch.Tensor) -> Sample:
-        """Of a parameter, and of its gradients. The stride has no divisor in common with the size, so that in a matrix all
-        rows and columns are met."""
+    def of(cls, param: torch.Tensor, run: int) -> Sample:
+        """Runs of this length. They are apart by what has no divisor in common with the size, so that in a matrix they begin
+        in other columns."""
         size = param.numel()
-        stride = -(-size // ELEMENTS)
-        while math.gcd(stride, size) > 1:
-            stride += 1
-        return cls(param, -(-size // stride), stride)
+        runs = min(ELEMENTS, size) // run
+        apart = max((size - run) // max(runs - 1, 1), 1)
+        while math.gcd(apart, size) > 1:
+            apart -= 1
+        return cls(param, (runs, run), apart)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of this tensor of the same size."""
         if not tensor.is_contiguous() and not is_permuted(tensor):
             tensor = tensor.contiguous()
-        return tensor.as_strided((self.count,), (self.stride,))
+        return tensor.as_strided(self.shape, (self.apart, 1))
+
+    def take_gradient(self) -> torch.Tensor:
+        """Of the gradient; zeros where there is none, or it is sparse."""
+        gradient = self.param.grad
+        if gradient is None or gradient.layout != torch.strided:
+            return self.param.new_zeros(self.shape)
+        return self.take(gradient)
 
 
 def samples(params: Sequence[torch.Tensor]) -> list[Sample]:
     """Of the parameters on the first one's device: the largest of each stretch of them."""
     dense = [param for param in params if param.numel() and param.is_floating_point() and param.device == params[0].device]
     cuts = [len(dense) * cut // TENSORS for cut in range(TENSORS + 1)]
-    parts = [dense[start:stop] for start, stop in pairwise(cuts) if start < stop]
-    return [Sample.of(max(part, key=torch.numel)) for part in parts]
+    chosen = [max(dense[start:stop], key=torch.numel) for start, stop in pairwise(cuts) if start < stop]
+    run = RUN if all(param.numel() >= ELEMENTS for param in chosen) else 1
+    return [Sample.of(param, run) for param in chosen]
 
 
 class StepSigns:
@@ -84,19 +93,20 @@ class StepSigns:
         """A step is about to be made; None where there is nothing to tell. Gradients that are skipped, or weigh nothing, say
         nothing of the training."""
         seen = self._losses.take()
-        having = [sample for sample in self._samples if _is_dense(sample.param.grad)]
-        if request.skip or not request.samples or not having:
+        if request.skip or not request.samples or not any(_is_dense(sample.param.grad) for sample in self._samples):
             return None
         loss = self._loss(request, seen) if len(self._session.guards) == 1 else None
-        values = torch.cat([sample.take(sample.param) for sample in self._samples])
-        gradients = torch.cat([sample.take(sample.param.grad) for sample in having])
+        values = _joined([sample.take(sample.param) for sample in self._samples])
+        gradients = _joined([sample.take_gradient() for sample in self._samples])
         last, self._last = self._last, values
         change = values - last if last is not None and last.device == values.device else torch.zeros_like(values)
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in (gradients, change, values)]
+        squares = [torch.dot(part, part) for part in (gradients, change, values)]
         if not values.is_cuda:
-            return self._told(None if loss is None else float(loss), [norm.item() for norm in norms])
+            return self._told(None if loss is None else float(loss), [square.item() for square in squares])
         self._device = self._device or DeviceNumbers()
-        told = self._device.exchange([_absent(norms[0]) if loss is None else torch.as_tensor(loss), *norms])
+        told = self._device.exchange(
+            [torch.full_like(squares[0], math.nan) if loss is None else torch.as_tensor(loss), *squares]
+        )
         return None if told is None else self._told(None if math.isnan(told[0]) else told[0], told[1:])
 
     def _loss(self, request: StepRequest, seen: torch.Tensor | None) -> torch.Tensor | float | None:
@@ -110,9 +120,9 @@ class StepSigns:
             return None
         return seen if request.scale is None else seen / request.scale
 
-    def _told(self, loss: float | None, norms: Sequence[float]) -> VitalSigns:
+    def _told(self, loss: float | None, squares: Sequence[float]) -> VitalSigns:
         """Where values have not changed, as after a step that only accumulates, the last change counts."""
-        gradient, change, size = norms
+        gradient, change, size = map(math.sqrt, squares)
         if change and size:
             self._change = change / size
         return VitalSigns(loss, gradient, self._change, size)
@@ -132,15 +142,17 @@ class DeviceNumbers:
             return None
         told: list[float] | None = self._here.tolist() if self._sent else None
         place = numbers[-1].device
-        wide_ones = [number.to(place, torch.float64, non_blocking=True) for number in numbers]
-        self._here.copy_(torch.stack(wide_ones), non_blocking=True)
+        together = torch.stack([number.reshape(()).to(place, torch.float64, non_blocking=True) for number in numbers])
+        self._here.copy_(together, non_blocking=True)
         self._there.record(torch.cuda.current_stream(place))
         self._sent = True
         return told
 
 
-def _absent(like: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(like, math.nan)
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor; squares of its elements would not fit two bytes."""
+    flat = torch.cat(list(parts)).view(-1)
+    return flat if flat.element_size() >= 4 else flat.float()
 
 
 def _is_dense(gradient: torch.Tensor | None) -> bool:
