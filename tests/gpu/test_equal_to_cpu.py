@@ -121,6 +121,7 @@ def test_each_collective(bench: Bench) -> None:
 MODES = (
     *("bsp", "ssp:3", "dssp:3..15", "asp", "every:4", "delay:0", "downpour:push=8,fetch=8", "asup"),
     *("local:4", "adacomm:4", "diloco:4", "asp,momentum=lookahead", "ssp:3,momentum=worker", "delay:0,momentum=lookahead"),
+    "asp,momentum=lookahead,spike=1.1",
 )
 
 

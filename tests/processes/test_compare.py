@@ -32,7 +32,7 @@ def test_modes_are_compared_as_run_would_run_them_and_without_a_metric_by_speed(
     ways = [bench.meta(str(folder.relative_to(bench.folder)))["options"]["via"] for folder in folders]
     assert ways == ["allreduce", "allreduce", "ps", "peers"]
     rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith(modes)][:4]
-    assert rows == ["bsp (allreduce)", "local:2 (allreduce)", "ssp:1,momentum=lookahead", "gossip:ring (peers)"]
+    assert rows == ["bsp (allreduce)", "local:2 (allreduce)", "ssp:1,momentum=lookahead,spike=1.5", "gossip:ring (peers)"]
     assert "last" in done.stdout
     told = "train.py logged no accuracy, so modes are compared by their speed alone"
     early = done.stderr.index(told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from live import PACED, Bench
+from live import PACED, SCRIPTS, Bench
 
 MODES = {
     "bsp": 0,
@@ -75,3 +75,22 @@ def test_a_budget_ends_the_job_for_everybody(bench: Bench) -> None:
 def test_a_script_alone_is_a_job_of_one(bench: Bench) -> None:
     done = bench.python(PACED, ".", "steps=5", "pace=0")
     assert (done.returncode, done.stdout) == (0, "worker 0 took 5 steps\n"), done.stderr
+
+
+def test_what_was_chosen_for_each_optimizer_is_said_once_and_goes_on(bench: Bench) -> None:
+    """Also with another number of workers, and under a mode in which servers keep it."""
+    script, saved = str(SCRIPTS / "own_momentum.py"), ["--checkpoint", "saved"]
+    done = bench.run("run", "-n", "3", "--sync", "asp", *saved, "--record", "record", script)
+    assert done.returncode == 0, done.stderr
+    told = [line.split(": ")[1:] for line in done.stderr.splitlines() if "momentum=" in line]
+    assert [text for text, *_ in told] == ["asp,momentum=lookahead,spike=1.5", "asp,momentum=lookahead,scale=n^-0.75"]
+    for (_, said), name in zip(told, ("SGD", "Adam"), strict=True):
+        assert said.startswith(f"each worker keeps the momentum of its own {name} and pushes its look-ahead; ")
+        assert said.endswith("; momentum=server keeps one for all on the servers")
+    assert "[0] begins with 0 0" in done.stdout
+    checked = bench.run("check", "record")
+    assert checked.returncode == 0, checked.stderr
+    for flags in (["-n", "2", "--sync", "delay:2"], ["-n", "2", "--sync", "bsp"]):
+        again = bench.run("run", *flags, *saved, "--resume", "saved", script)
+        assert again.returncode == 0, again.stderr
+        assert "[0] begins with 2 2" in again.stdout

@@ -45,7 +45,7 @@ def test_golden(
 def test_what_a_default_writes_out_changes_no_event(sync: str, golden: Callable[[str, str], None]) -> None:
     """Where momentum lives and how a push is scaled is in the spec, and nowhere else in a record."""
     settled = parse_spec(sync).settled("AdamW", [{"betas": (0.9, 0.999)}], workers=4).text
-    assert settled == f"{sync},momentum=lookahead,scale=sqrt"
+    assert settled == f"{sync},momentum=lookahead,scale=n^-0.75"
     texts: list[str] = []
     outcome = simulate_job(EVENTFUL, settled, seed=7, steps_each=15, record=lambda line: texts.append(to_text(line)))
     meta = meta_of(outcome, EVENTFUL, seed=7) | {"versions": {}}

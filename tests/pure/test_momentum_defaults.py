@@ -21,7 +21,7 @@ NO_BETA = [{"lr": 0.001, "betas": (0.0, 0.999), "weight_decay": 0}]
 ADAGRAD = [{"lr": 0.01, "lr_decay": 0, "weight_decay": 0}]
 RMSPROP = [{"lr": 0.01, "alpha": 0.99, "momentum": 0}]
 
-AHEAD, SQRT = "momentum=lookahead", "scale=sqrt"
+AHEAD, SPIKE, SQRT, POWER = "momentum=lookahead", "spike=1.5", "scale=sqrt", "scale=n^-0.75"
 #: Modes that keep momentum at workers.
 KEEPING = ("asp", "ssp:3", "dssp:3..15", "dssp-paper:3..15", "every:8", "every:8,wait=2", "delay:4")
 #: Modes that leave nothing to the optimizer.
@@ -44,21 +44,21 @@ def settled(text: str, optimizer: str, groups: list[dict[str, Any]], workers: in
 @pytest.mark.parametrize(
     ("optimizer", "groups", "added"),
     [
-        ("SGD", SGD, (AHEAD,)),
+        ("SGD", SGD, (AHEAD, SPIKE)),
         ("SGD", PLAIN, ()),
-        ("SGD", [*PLAIN, *SGD], (AHEAD,)),
-        ("SGD", [{**SGD[0], "nesterov": True}], (AHEAD,)),
+        ("SGD", [*PLAIN, *SGD], (AHEAD, SPIKE)),
+        ("SGD", [{**SGD[0], "nesterov": True}], (AHEAD, SPIKE)),
         ("SGD", [{**SGD[0], "dampening": 0.1}], (AHEAD,)),
         ("ASGD", [{"lr": 0.01}], ()),
-        ("Adam", ADAM, (AHEAD, SQRT)),
+        ("Adam", ADAM, (AHEAD, POWER)),
         ("Adam", NO_BETA, (SQRT,)),
-        ("Adam", [*NO_BETA, *ADAM], (AHEAD, SQRT)),
-        ("AdamW", ADAM, (AHEAD, SQRT)),
-        ("Adamax", ADAM, (AHEAD, SQRT)),
-        ("RAdam", ADAM, (AHEAD, SQRT)),
-        ("NAdam", ADAM, (AHEAD, SQRT)),
+        ("Adam", [*NO_BETA, *ADAM], (AHEAD, POWER)),
+        ("AdamW", ADAM, (AHEAD, POWER)),
+        ("Adamax", ADAM, (AHEAD, POWER)),
+        ("RAdam", ADAM, (AHEAD, POWER)),
+        ("NAdam", ADAM, (AHEAD, POWER)),
         ("RMSprop", RMSPROP, (SQRT,)),
-        ("RMSprop", [{**RMSPROP[0], "momentum": 0.9}], (AHEAD, SQRT)),
+        ("RMSprop", [{**RMSPROP[0], "momentum": 0.9}], (AHEAD, POWER)),
         ("Adagrad", ADAGRAD, (SQRT,)),
         ("Adadelta", [{"lr": 1.0, "rho": 0.9}], (SQRT,)),
         ("Adafactor", [{"lr": 0.01}], (SQRT,)),
@@ -87,8 +87,8 @@ def test_every_mode_is_settled_or_keeps_momentum(name: str) -> None:
 @pytest.mark.parametrize("text", ["downpour", "downpour:push=5,fetch=5,warm=100", "downpour,alpha=0.1"])
 def test_downpour_has_a_scale_and_no_momentum(text: str) -> None:
     assert settled(text, "SGD", SGD) == text
-    for optimizer, groups in (("Adagrad", ADAGRAD), ("Adam", ADAM)):
-        assert settled(text, optimizer, groups) == f"{text},{SQRT}"
+    for optimizer, groups, added in (("Adagrad", ADAGRAD, SQRT), ("Adam", ADAM, POWER)):
+        assert settled(text, optimizer, groups) == f"{text},{added}"
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_downpour_has_a_scale_and_no_momentum(text: str) -> None:
         ("asp,momentum=worker", "SGD", SGD, "asp,momentum=worker"),
         ("asp,momentum=async", "SGD", SGD, "asp,momentum=async"),
         ("asp,momentum=lookahead", "SGD", PLAIN, "asp,momentum=lookahead"),
-        ("asp,scale=1", "SGD", SGD, f"asp,scale=1,{AHEAD}"),
+        ("asp,scale=1", "SGD", SGD, f"asp,scale=1,{AHEAD},{SPIKE}"),
         ("ssp:3,scale=0.25", "Adam", ADAM, f"ssp:3,scale=0.25,{AHEAD}"),
-        ("ssp:3,scale=sqrt", "SGD", SGD, f"ssp:3,scale=sqrt,{AHEAD}"),
-        ("delay:2,momentum=server", "Adam", ADAM, f"delay:2,momentum=server,{SQRT}"),
+        ("ssp:3,scale=sqrt", "SGD", SGD, f"ssp:3,scale=sqrt,{AHEAD},{SPIKE}"),
+        ("delay:2,momentum=server", "Adam", ADAM, f"delay:2,momentum=server,{POWER}"),
         ("delay:2,momentum=server,scale=1", "Adam", ADAM, "delay:2,momentum=server,scale=1"),
-        ("asp,lr=staleness,drop=8", "SGD", SGD, f"asp,lr=staleness,drop=8,{AHEAD}"),
+        ("asp,lr=staleness,drop=8", "SGD", SGD, f"asp,lr=staleness,drop=8,{AHEAD},{SPIKE}"),
         ("downpour:push=5,scale=1", "Adagrad", ADAGRAD, "downpour:push=5,scale=1"),
     ],
 )
@@ -120,7 +120,7 @@ def test_one_worker_alone_trains_as_it_is(text: str) -> None:
 @pytest.mark.parametrize("workers", [2, 3, 16, 1000])
 def test_the_number_of_workers_is_not_part_of_the_text(workers: int) -> None:
     """So a job that grows or shrinks goes on under the same text."""
-    assert settled("asp", "Adam", ADAM, workers) == f"asp,{AHEAD},{SQRT}"
+    assert settled("asp", "Adam", ADAM, workers) == f"asp,{AHEAD},{POWER}"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_needs_the_servers_momentum_has_it(option: str, why: str) -> None:
     """And it is said in the text, since a text without it would be settled anew elsewhere."""
     head = ",".join(filter(None, ("asp", option)))
     assert settled(head, "SGD", SGD, needs_server=why) == f"{head},momentum=server"
-    assert settled(head, "Adam", ADAM, needs_server=why) == f"{head},momentum=server,{SQRT}"
+    assert settled(head, "Adam", ADAM, needs_server=why) == f"{head},momentum=server,{POWER}"
     assert settled(head, "SGD", PLAIN, needs_server=why) == head
 
 
@@ -165,7 +165,7 @@ def test_only_modes_that_keep_momentum_have_the_option() -> None:
             assert "\n" not in str(refused.value), name
     with pytest.raises(SpecError, match="lookahead, worker, server or async"):
         parse_spec("asp,momentum=servers")
-    assert set(MOMENTUM) == {"momentum"}
+    assert set(MOMENTUM) == {"momentum", "spike"}
 
 
 settings_of_groups = st.lists(
@@ -195,7 +195,7 @@ def test_any_spec_is_settled_once_and_says_all(
     after = parse_spec(settled(before.text, optimizer, groups, workers))
     assert after.text.startswith(before.text)
     assert before.options.items() <= after.options.items()
-    assert set(after.options) - set(before.options) <= {"momentum", "scale"}
+    assert set(after.options) - set(before.options) <= {"momentum", "scale", "spike"}
     has_momentum = optimizer in RULES and any(RULES[optimizer].momentum_in(group) for group in groups)
     if workers > 1 and has_momentum:
         assert "momentum" in after.options
@@ -241,7 +241,12 @@ def test_what_is_extrapolated_and_what_is_not(
 @pytest.mark.parametrize("text", [*KEEPING, "downpour"])
 @pytest.mark.parametrize(
     ("scale", "rates"),
-    [("", [1 / 4, 1 / 3, 1 / 2, 1 / 3]), (",scale=sqrt", [4**-0.5, 3**-0.5, 2**-0.5, 3**-0.5]), (",scale=0.4", [0.4] * 4)],
+    [
+        ("", [1 / 4, 1 / 3, 1 / 2, 1 / 3]),
+        (",scale=sqrt", [4**-0.5, 3**-0.5, 2**-0.5, 3**-0.5]),
+        (",scale=n^-0.75", [4**-0.75, 3**-0.75, 2**-0.75, 3**-0.75]),
+        (",scale=0.4", [0.4] * 4),
+    ],
 )
 def test_a_push_counts_as_one_of_those_that_are_active(text: str, scale: str, rates: list[float]) -> None:
     """Whatever rate the script's scheduler has set: of a job of 4 one worker leaves, another, and one comes back."""

@@ -356,7 +356,7 @@ def test_the_convolutional_network_learns_as_it_is_suggested() -> None:
         steps=320,
         evaluate_every=1e9,
     )
-    assert run.outcome.sync == "asp,momentum=lookahead"
+    assert run.outcome.sync == "asp,momentum=lookahead,spike=1.5"
     assert run.accuracy > 0.78
 
 

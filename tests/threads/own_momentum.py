@@ -1,11 +1,14 @@
 """Workers that keep momentum of their own and push in a given order: live, and by hand.
 
-By hand SGD is the formula, and any other rule torch's own optimizer, whose change is extrapolated.
+By hand SGD is the formula, and any other rule torch's own optimizer, whose change is extrapolated. As a mode is settled for
+SGD, gradients that are far longer than usual are shortened: that is worked out here in plain Python.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +46,15 @@ def _goal(index: int, worker: int, number: int) -> torch.Tensor:
     return torch.randn(SHAPES[index], generator=generator, dtype=torch.float64)
 
 
+def shortened(grad: torch.Tensor, usual: float, spike: float = 1.5) -> tuple[torch.Tensor, float]:
+    """A gradient that is at most this many times as long as usual, and what is usual then, in numbers of 32 bits."""
+    length = ctypes.c_float(math.sqrt(sum(x * x for x in grad.reshape(-1).tolist()))).value
+    if not length:
+        return grad, usual
+    kept = min(length, spike * usual) if usual else length
+    return grad * (kept / length), ctypes.c_float(usual + 0.05 * (kept - usual) if usual else length).value
+
+
 class ByHand:
     """One worker: what its gradients make of the values, at the full rate.
 
@@ -50,10 +62,12 @@ class ByHand:
         make: Its optimizer.
         ahead: Does it push the look-ahead? Otherwise what it steps along.
         decoupled: Weight decay that is no part of what is extrapolated.
+        spike: A gradient of SGD is at most this many times as long as usual; 0: as long as it is.
     """
 
-    def __init__(self, make: MakeOptimizer, ahead: bool = True, decoupled: float = 0.0) -> None:
+    def __init__(self, make: MakeOptimizer, ahead: bool = True, decoupled: float = 0.0, spike: float = 1.5) -> None:
         self.params = copied(START)
+        self._spike, self._usual = spike, [0.0 for _ in self.params]
         self.optimizer = make(self.params)
         self._ahead, self._decay, self._is_unknown = ahead, decoupled, False
         self._before: list[torch.Tensor | None] = [None for _ in self.params]  # at a rate of 1
@@ -63,6 +77,7 @@ class ByHand:
         """Go on from a state of torch's, which says nothing of the change before: the next is pushed as it is."""
         self.optimizer.load_state_dict(copy.deepcopy(saved))
         self._velocity = [own.get("momentum_buffer", torch.zeros(())).clone() for own in saved["state"].values()]
+        self._usual = [float(own.get("usual_length", 0.0)) for own in saved["state"].values()]
         self._is_unknown = "momentum_buffer" not in saved["state"][0]
 
     def change(self, values: Tensors, gradients: Gradients) -> Tensors:
@@ -76,11 +91,17 @@ class ByHand:
             if grad is None:
                 changes.append(torch.zeros_like(value))
                 continue
+            grad = self._calmed(index, grad)
             grad = (-grad if group["maximize"] else grad) + group["weight_decay"] * value
             self._velocity[index] = group["momentum"] * self._velocity[index] + grad
             ahead = grad + group["momentum"] * self._velocity[index]
             changes.append(-group["lr"] * (ahead if self._ahead or group["nesterov"] else self._velocity[index]))
         return changes
+
+    def _calmed(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        if self._spike:
+            grad, self._usual[index] = shortened(grad, self._usual[index], self._spike)
+        return grad
 
     def _of_any(self, values: Tensors, gradients: Gradients) -> Tensors:
         with torch.no_grad():
@@ -206,11 +227,12 @@ def by_hand(
     fresh: bool = False,
     ahead: bool = True,
     decoupled: float = 0.0,
+    spike: float = 1.5,
     of: Callable[[ByHand, Tensors, int, int], Tensors] | None = None,
 ) -> Tensors:
     """The same in one process. `of`: what a turn pushes, of the worker, the values it has read, and its numbers."""
     now = [start.detach().clone() for start in START]
-    workers = [ByHand(make, ahead, decoupled) for _ in range(max(order) + 1)]
+    workers = [ByHand(make, ahead, decoupled, spike) for _ in range(max(order) + 1)]
     read, counts = [now for _ in workers], [0] * len(workers)
     for worker in order:
         values = now if fresh else read[worker]

@@ -35,6 +35,7 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("ssp:1", 1, 1, {}),
     ("asp,momentum=lookahead", 1, 2, {}),
     ("asp,momentum=lookahead", 1, 2, {"of": "SGD"}),
+    ("asp,momentum=lookahead,spike=1.01", 1, 2, {"of": "SGD"}),
     ("asp,momentum=worker", 1, 1, {"of": "SGD", "clip_norm": 0.1}),
     ("local:3", 2, 2, {}),
     ("diloco:2", 2, 1, {}),

@@ -124,7 +124,7 @@ def test_adam_counts_its_steps_once_though_pushes_are_sent_twice(servers: int) -
 
 
 @pytest.mark.parametrize("how", ["twice", "lost"])
-@pytest.mark.parametrize("sync", ["asp", "delay:2"])
+@pytest.mark.parametrize("sync", ["asp,momentum=lookahead", "delay:2,momentum=lookahead"])
 def test_what_each_worker_has_pushed_with_momentum_of_its_own_counts_once(sync: str, how: str) -> None:
     """The sum of g + m v of all workers, in whatever order; an optimizer that runs here has made its own steps, once."""
     for make in (lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.01)):

@@ -44,7 +44,7 @@ RULES: dict[str, tuple[MakeOptimizer, float]] = {
 
 
 def scale_of(name: str, workers: int = 2) -> float:
-    return 1 / workers if name.startswith("SGD") else 1 / math.sqrt(workers)
+    return 1 / workers if name.startswith("SGD") else workers**-0.75
 
 
 def expected(name: str, **how: object) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ def test_workers_in_turn_make_what_a_loop_by_hand_makes(name: str, fresh: bool) 
 def test_without_the_look_ahead_what_a_worker_steps_along_is_pushed(name: str) -> None:
     make, decoupled = RULES[name]
     end, _, _ = played("ssp:9,momentum=worker", make)
-    assert_close(end, by_hand(make, scale_of(name), ahead=False, decoupled=decoupled), rtol=1e-11)
+    assert_close(end, by_hand(make, scale_of(name), ahead=False, decoupled=decoupled, spike=0), rtol=1e-11)
 
 
 def test_where_there_is_no_momentum_servers_run_the_rule_at_the_rate_that_goes_with_it() -> None:
@@ -95,9 +95,21 @@ def test_all_modes_that_apply_single_pushes_do_the_same(sync: str, options: str,
     end, job, _ = played(sync + options, make, servers=1)
     assert_close(end, by_hand(make, scale), rtol=1e-11)
     assert [line for line in job.notices if "momentum" in line] == [
-        f"{sync}{options},momentum=lookahead: each worker keeps the momentum of its own SGD and pushes its look-ahead; "
-        "momentum=server keeps one for all on the servers"
+        f"{sync}{options},momentum=lookahead,spike=1.5: each worker keeps the momentum of its own SGD and pushes its "
+        "look-ahead; gradients above 1.5 times their usual length are shortened (spike=1.5); momentum=server keeps one for "
+        "all on the servers"
     ]
+
+
+@pytest.mark.parametrize(("options", "spike"), [("momentum=lookahead", 0), ("spike=1.1", 1.1), ("spike=9", 9)])
+@pytest.mark.parametrize("name", ["SGD", "SGD, weight decay", "SGD in groups"])
+def test_gradients_are_shortened_at_the_length_that_is_given(name: str, options: str, spike: float) -> None:
+    """By name the look-ahead is Nesterov's, of gradients as they are."""
+    make, _ = RULES[name]
+    end, _, _ = played(f"asp,{options}", make)
+    assert_close(end, expected(name, spike=spike), rtol=1e-11)
+    others = [expected(name, spike=other) for other in (0, 1.1, 1.5) if other != spike and {other, spike} != {0, 9}]
+    assert not any(torch.equal(one, mine) for other in others for one, mine in zip(other[:1], end[:1], strict=True))
 
 
 # One worker.

@@ -23,7 +23,7 @@ from helpers import (
     made_params,
     set_gradients,
 )
-from own_momentum import ORDER, START, ByHand, Tensors, by_hand, gradient, played
+from own_momentum import ORDER, START, ByHand, Tensors, by_hand, gradient, played, shortened
 from tabled import lookup_batches, lookup_model
 from torch import nn
 
@@ -45,13 +45,13 @@ pytestmark = pytest.mark.timeout(20)
 Params = list[nn.Parameter]
 RULES: dict[str, tuple[MakeOptimizer, float]] = {
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), 0.5),
-    "Adam": (lambda p: torch.optim.Adam(p, lr=0.05), 0.5**0.5),
+    "Adam": (lambda p: torch.optim.Adam(p, lr=0.05), 0.5**0.75),
 }
 
 
 def told(job: ThreadJob) -> list[str]:
     """What was said of momentum and scale."""
-    return [line for line in job.notices if "momentum" in line or "scale=sqrt" in line]
+    return [line for line in job.notices if "momentum" in line or "scale=" in line]
 
 
 # Corrections of stale pushes.
@@ -85,7 +85,8 @@ def test_the_rate_of_what_is_pushed_falls_with_staleness(options: str, rate: Cal
     make, scale = RULES[name]
     end, job, _ = played(f"asp,{options}", make)
     assert_close(end, by_hand(make, scale, of=corrected(rate)), rtol=1e-11)
-    assert told(job)[0].startswith(f"asp,{options},momentum=lookahead")
+    chosen = "momentum=lookahead,spike=1.5:" if name == "SGD" else "momentum=lookahead,scale=n^-0.75:"
+    assert told(job)[0].startswith(f"asp,{options},{chosen}")
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -161,7 +162,7 @@ def test_what_compression_holds_back_is_of_look_aheads(chain: str) -> None:
 def test_answers_that_are_compressed_leave_the_momentum_to_the_workers() -> None:
     make, scale = RULES["SGD"]
     end, job, _ = played("asp", make, compression={"pull": "topk:1"})
-    assert told(job)[0].startswith("asp,momentum=lookahead:")
+    assert told(job)[0].startswith("asp,momentum=lookahead,spike=1.5:")
     assert_close(end, by_hand(make, scale), rtol=1e-9)
 
 
@@ -254,6 +255,27 @@ def test_what_the_user_asked_for_and_cannot_have_is_refused() -> None:
                 job.run(lambda session, make=make: make() and None)
 
 
+@pytest.mark.parametrize(
+    ("sync", "make", "options", "reason"),
+    [
+        ("asp,spike=2", ADAM, {}, "that of Adam is of changes"),
+        ("asp,spike=2", SGD, {"apply": "delta"}, "apply='delta' pushes what the script's optimizer changes"),
+        ("asp,spike=2", muon, {}, "the look-ahead of Muon is not known"),
+        ("asp,spike=2", lambda p: torch.optim.SGD(p, lr=0.05), {}, "SGD has none"),
+        ("asp,momentum=server,spike=2", SGD, {}, "momentum=server keeps it on the servers"),
+    ],
+)
+def test_spike_is_refused_where_it_could_do_nothing_but_to_one_worker_alone(
+    sync: str, make: MakeOptimizer, options: dict[str, Any], reason: str
+) -> None:
+    with ThreadJob(2, 1, sync) as job, pytest.raises(UsageError) as refused:
+        job.run(lambda session: plain(make, **options)() and None)
+    wanted = f"{sync}: spike= shortens gradients that go into momentum at each worker, and {reason}; leave it out"
+    assert wanted in str(refused.value)
+    with ThreadJob(1, 1, sync) as job:
+        assert job.run(lambda session: plain(make, **options)().spec.text) == [sync]
+
+
 def test_lbfgs_runs_on_the_worker_as_it_did() -> None:
     def work(session: Session) -> str:
         params = copied(START)
@@ -308,16 +330,18 @@ def test_rows_keep_the_servers_rule_and_the_rest_its_momentum() -> None:
     with ThreadJob(2, 2, "asp") as job:
         ends = job.run(work)
     velocities = [[torch.zeros_like(param) for param in start.out.parameters()] for _ in range(2)]
+    usual = [[0.0 for _ in of] for of in velocities]
     for step in batches:
         for worker, batch in enumerate(step):
             differentiate(start, batch)
             with torch.no_grad():
                 start.embedding.weight.sub_(start.embedding.weight.grad.to_dense(), alpha=0.05)
-                for param, velocity in zip(start.out.parameters(), velocities[worker], strict=True):
-                    velocity.mul_(0.9).add_(param.grad)
-                    param.sub_(param.grad + 0.9 * velocity, alpha=0.05)
+                for index, (param, velocity) in enumerate(zip(start.out.parameters(), velocities[worker], strict=True)):
+                    grad, usual[worker][index] = shortened(param.grad, usual[worker][index])
+                    velocity.mul_(0.9).add_(grad)
+                    param.sub_(grad + 0.9 * velocity, alpha=0.05)
     assert_close(ends[0], [param.detach() for param in start.parameters()], rtol=1e-10)
-    assert told(job)[0].startswith("asp,momentum=lookahead")
+    assert told(job)[0].startswith("asp,momentum=lookahead,spike=1.5:")
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -360,9 +384,9 @@ def test_each_optimizer_has_its_own_way_and_alike_ones_are_told_of_once() -> Non
 
     with ThreadJob(2, 1, "asp") as job:
         specs = job.run(work)
-    look, sqrt = "asp,momentum=lookahead", "asp,momentum=lookahead,scale=sqrt"
-    assert specs == [[look, sqrt, look, "ssp:3"]] * 2
-    assert [line.split(":")[0] for line in told(job)] == [look, sqrt]
+    look, power = "asp,momentum=lookahead,spike=1.5", "asp,momentum=lookahead,scale=n^-0.75"
+    assert specs == [[look, power, look, "ssp:3"]] * 2
+    assert [line.split(":")[0] for line in told(job)] == [look, power]
 
 
 # Nothing that works without it is refused.
@@ -488,7 +512,10 @@ def test_what_was_chosen_is_recorded_for_each_optimizer_and_replays(tmp_path: Pa
     check_record(tmp_path)
     meta = read_meta(tmp_path)
     assert meta["spec"] == "ssp:1"
-    assert meta["job"]["optimizers"] == {"0": "ssp:1,momentum=lookahead", "1": "ssp:1,momentum=lookahead,scale=sqrt"}
+    assert meta["job"]["optimizers"] == {
+        "0": "ssp:1,momentum=lookahead,spike=1.5",
+        "1": "ssp:1,momentum=lookahead,scale=n^-0.75",
+    }
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -517,3 +544,25 @@ def test_workers_with_a_gpu_and_without_one_train_together(name: str) -> None:
     start = [param.detach() for param in START]
     changes = [ByHand(make).change(start, gradient(start, rank, 0)) for rank in range(2)]
     assert_close(end, [at + scale * (one + two) for at, one, two in zip(start, *changes, strict=True)], rtol=1e-11)
+
+
+def test_tables_on_the_servers_learn_beside_momentum_of_the_workers() -> None:
+    """A `ServerEmbedding` keeps its own rule; the layer behind it is pushed as a look-ahead."""
+
+    def work(session: Session) -> tuple[str, float, float]:
+        table = ServerEmbedding(10, 2)
+        model = nn.Sequential(table, nn.Linear(2, 1))
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (model(torch.arange(5)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return optimizer.spec.text, losses[0], losses[-1]
+
+    with ThreadJob(2, 2, "asp") as job:
+        for text, first, last in job.run(work):
+            assert text == "asp,momentum=lookahead,spike=1.5"
+            assert last < first / 2

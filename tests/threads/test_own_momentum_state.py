@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from test_lives import come_back
 
 from polytempo.checkpoints import find_checkpoint
-from polytempo.session.session import Session, as_current
+from polytempo.session.session import Session, as_current, current
 from polytempo.simulate.datasets import digits
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -39,7 +39,7 @@ RULES: dict[str, MakeOptimizer] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.05),
 }
-SCALES = {"SGD": 0.5, "Adam": 0.5**0.5}
+SCALES = {"SGD": 0.5, "Adam": 0.5**0.75}
 #: By rule: the state in which its momentum is.
 MOMENTA = {"SGD": "momentum_buffer", "Adam": "exp_avg"}
 
@@ -109,14 +109,13 @@ def test_a_state_loaded_before_the_first_step_reaches_all_workers(name: str) -> 
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_state_that_the_optimizer_has_when_it_is_wrapped_does_so_too(name: str) -> None:
-    saved, made = state_after(RULES[name]), []
+def test_a_state_that_the_optimizer_of_rank_0_has_when_it_is_wrapped_does_so_too(name: str) -> None:
+    saved = state_after(RULES[name])
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Workers make theirs in any order: which is rank 0's, its session says."""
         optimizer = RULES[name](params)
-        made.append(optimizer)
-        optimizer.load_state_dict(copy.deepcopy(saved))
+        if current().rank == 0:
+            optimizer.load_state_dict(copy.deepcopy(saved))
         return optimizer
 
     end, _, _ = played("asp", make)
@@ -179,7 +178,7 @@ def test_a_state_that_is_too_large_for_every_report_is_a_push_ahead_at_most(
 
     played("asp", RULES["SGD"], noting, job_options={"checkpoint": tmp_path, "checkpoint_every": 2})
     file = load_file(tmp_path / "step-00000002" / "state-worker-0.safetensors")
-    assert_equal([file[f"0.{index}"].view(torch.float64) for index in range(3)], [v.reshape(-1) for v in velocities[3]])
+    assert_equal([file[f"0.{number}"].view(torch.float64) for number in (0, 2, 4)], [v.reshape(-1) for v in velocities[3]])
 
 
 def resumed_with(workers: int, sync: str, directory: Path, make: MakeOptimizer) -> list[State]:
@@ -243,20 +242,24 @@ def test_a_checkpoint_that_says_nothing_of_momentum_gives_each_worker_the_server
         assert_equal(momenta(state, "SGD"), momenta(states[0], "SGD"))
 
 
-def test_a_state_with_the_last_change_loads_into_servers_without_it() -> None:
-    _, _, states = played("asp", RULES["Adam"])
-    assert "direction" in states[0]["state"][0]
+@pytest.mark.parametrize(
+    ("name", "own", "kept"),
+    [("SGD", "usual_length", {"momentum_buffer"}), ("Adam", "direction", {"step", "exp_avg", "exp_avg_sq"})],
+)
+def test_what_workers_alone_have_use_for_is_not_loaded_into_servers(name: str, own: str, kept: set[str]) -> None:
+    _, _, states = played("asp", RULES[name])
+    assert set(states[0]["state"][0]) == kept | {own}
 
     def work(session: Session) -> State:
-        optimizer = DistributedOptimizer(RULES["Adam"](copied(START)))
+        optimizer = DistributedOptimizer(RULES[name](copied(START)))
         if session.rank == 0:
             optimizer.load_state_dict(copy.deepcopy(states[0]))
         return optimizer.state_dict()
 
     with ThreadJob(2, 2, "asp,momentum=server") as job:
         read, _ = job.run(work)
-    assert set(read["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert_equal(momenta(read, "Adam"), momenta(states[0], "Adam"))
+    assert set(read["state"][0]) == kept
+    assert_equal(momenta(read, name), momenta(states[0], name))
 
 
 # Workers that come and go.
@@ -283,7 +286,7 @@ def test_who_comes_back_starts_from_the_servers_values_and_what_workers_started_
 
     def scale() -> float:
         active = sum(stats.left_at is None for stats in job.sequencer.statistics)
-        return 1 / active if name == "SGD" else active**-0.5
+        return 1 / active if name == "SGD" else active**-0.75
 
     def stays(session: Session) -> Tensors:
         params = copied(START)
@@ -405,5 +408,5 @@ def test_the_first_pushes_of_who_was_away_or_joins_do_not_throw_the_job_back(nam
         job.run(work)
     before, *after = losses
     assert before < 0.2
-    assert max(after) < 3.5 * before, "it rises for a while: 5 to 6 times where Adam does not come in by degrees"
+    assert max(after) < 3.5 * before, "it may rise for a while"
     assert min(after[-10:]) < before, "and training goes on"

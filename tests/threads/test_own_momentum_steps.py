@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(20), pytest.mark.both_wires]
 
 RULES: dict[str, tuple[MakeOptimizer, float, float]] = {
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1), 0.5, 0.0),
-    "AdamW": (lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.3), 0.5**0.5, 0.3),
+    "AdamW": (lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.3), 0.5**0.75, 0.3),
 }
 
 

@@ -26,7 +26,7 @@ from polytempo.launcher.program import ScriptProgram
 from polytempo.launcher.request import RunRequest
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.testing.threads import ThreadJob
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,9 +105,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return under
 
 
+def settled(sync: str) -> Spec:
+    """With what is chosen for the script's optimizer."""
+    return parse_spec(sync).settled("SGD", [{"momentum": 0.9}], workers=WORKERS)
+
+
 def holds(sync: str) -> tuple[str, str, int]:
     """Where a mode has the momentum of the script's optimizer, the kind of its outer one, and the parts of the model."""
-    spec = parse_spec(sync).settled("SGD", [{"momentum": 0.9}], workers=WORKERS)
+    spec = settled(sync)
     averaging = spec.averaging
     if averaging is None:
         return "rule" if mode_of(sync) == "asup" else "workers" if spec.worker_momentum else "servers", "", 1
@@ -122,7 +127,7 @@ def test_a_checkpoint_goes_on_under_another_mode(first: str, then: str, saved: A
     (had, outer, parts), (has, wants, takes) = holds(first), holds(then)
     options = {"resume": directory, "limits": Limits(samples=(STOP + 1) * JOINT)}
     if parts != takes:
-        sync = re.escape(first) + "(,momentum=lookahead)?"
+        sync = re.escape(settled(first).text)
         words = rf"the checkpoint step-0+\d+ is of {sync}, which holds the model in .*; resume with --sync {sync}$"
         with pytest.raises(PolytempoError, match=words):
             train(then, **options)

@@ -10,6 +10,7 @@ and checkpoints have it. Both go through memory in pieces that stay in the cache
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,8 +22,12 @@ from polytempo.sync.momentum import FOLLOWS, RULES, calmed, share_of_joiner
 PIECE = 1 << 16
 #: In the state of an optimizer: a parameter's last change, without decoupled weight decay, for each unit of the rate.
 DIRECTION = "direction"
-#: In the same place: the running mean of the length of a parameter's gradient; and elements of which a length is taken.
-USUAL, SAMPLED = "usual_length", 1 << 14
+#: In the same place: the running mean of the length of a parameter's gradient.
+USUAL = "usual_length"
+#: What only workers make use of.
+OF_WORKERS = (DIRECTION, USUAL)
+#: From so few elements, or up to twice as many, the length of a larger gradient is taken.
+SAMPLED = 1 << 14
 
 
 def known_name(optimizer: torch.optim.Optimizer) -> str:
@@ -62,10 +67,13 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
-def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """Elements of a gradient by whose length its own is judged: all of a small one."""
+def _sample(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Elements of a gradient by whose length its own is judged, all of a small one; and how many times as long it is."""
     every = gradient.numel() // SAMPLED
-    return gradient.reshape(-1)[:: every + 1] if every and gradient.is_contiguous() else gradient
+    if not every or not gradient.is_contiguous():
+        return gradient, 1.0
+    sample = gradient.view(-1)[:: every + 1]
+    return sample, math.sqrt(gradient.numel() / sample.numel())
 
 
 class GradientMomentum:
@@ -74,7 +82,7 @@ class GradientMomentum:
     Args:
         optimizer: The worker's SGD, whose parameter groups say what to do in each step.
         looks_ahead: Push the look-ahead; otherwise what torch's SGD steps along.
-        spike: A gradient that is longer than so many times the usual length of its parameter's is shortened; 0: none is.
+        spike: A gradient that is longer than this many times what is usual for its parameter is shortened; 0: none is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, spike: float = 0.0) -> None:
@@ -111,9 +119,9 @@ class GradientMomentum:
         found: dict[int, torch.Tensor] = {}
         for group, members in _grouped(self._optimizer, [param for param in params if param.grad is not None]):
             out = [dense(param.grad).clone() for param in members]
+            velocities = [self._velocity(param, keeps=True) for param in members] if group["momentum"] else []
             if self._spike:
                 self._calm_all(members, out)
-            velocities = [self._velocity(param, keeps=True) for param in members] if group["momentum"] else []
             self._step(group, [param.detach() for param in members], out, velocities)
             found |= {id(param): pushed for param, pushed in zip(members, out, strict=True)}
         return found
@@ -136,24 +144,28 @@ class GradientMomentum:
             torch._foreach_copy_(out, velocities)
 
     def _calm(self, param: torch.Tensor, gradient: torch.Tensor, keeps: bool) -> float:
+        """What a gradient is multiplied by. What is kept is of 32 bits, and worked out in 64, as on a device."""
         state = self._optimizer.state.get(param, {})
-        length = float(torch.linalg.vector_norm(_sample(gradient)))
+        sample, times = _sample(gradient)
+        length = float((torch.linalg.vector_norm(sample) * times).float())
         factor, usual = calmed(length, float(state.get(USUAL, 0.0)), self._spike)
-        if keeps and usual:
+        if keeps:
             self._optimizer.state[param][USUAL] = torch.tensor(usual)
         return factor
 
     def _calm_all(self, params: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """The same on a device, in place: `calmed` on all lengths together."""
         states = [self._optimizer.state[param] for param in params]
-        lengths = torch.stack([length.float() for length in torch._foreach_norm([_sample(one) for one in gradients])])
-        usual = torch.stack([state.get(USUAL, lengths.new_zeros(())).to(lengths.device) for state in states])
+        samples, times = zip(*map(_sample, gradients), strict=True)
+        norms = torch._foreach_mul(torch._foreach_norm(samples), times)
+        lengths = torch.stack([norm.float() for norm in norms]).double()
+        usual = torch.stack([state.get(USUAL, lengths.new_zeros(())).to(lengths) for state in states])
         counted = torch.minimum(lengths, self._spike * usual)
         learns = (usual > 0) & (lengths > 0) & lengths.isfinite()
         factors = torch.where(learns, counted / lengths, 1.0)
         first = torch.where(lengths.isfinite(), lengths, 0.0)
         kept = torch.where(usual > 0, torch.where(learns, usual + FOLLOWS * (counted - usual), usual), first)
-        for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.unbind(), strict=True):
+        for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.float().unbind(), strict=True):
             gradient.mul_(factor)
             state[USUAL] = one
 

@@ -106,6 +106,7 @@ class CoordinatedJob:
         self.progress: TrainingProgress | None = None  #: of training without pushes, and since when
         self.progress_since = 0.0
         self._wakes: list[float] = []  # a heap
+        self._untold: list[LoopEffect] = []  # until the launcher is there
 
     def absorb(self, effects: list[Effect]) -> list[LoopEffect]:
         """Carry out what concerns the record, timers and checkpoints; the rest is the I/O loop's."""
@@ -145,8 +146,17 @@ class CoordinatedJob:
         self.progress = progress
 
     def tell(self, text: str, fatal: bool = False, about: str = "") -> list[LoopEffect]:
-        """A notice for the launcher's output."""
-        return [ToLauncher(Notice(text=text, fatal=fatal, about=about))] if self.has_launcher else []
+        """A notice for the launcher's output; before the launcher is there, it is kept for it."""
+        notice = ToLauncher(Notice(text=text, fatal=fatal, about=about))
+        if not self.has_launcher:
+            self._untold.append(notice)
+        return [notice] if self.has_launcher else []
+
+    def meet_launcher(self) -> list[LoopEffect]:
+        """The launcher is there: workers may have been sooner."""
+        self.has_launcher = True
+        untold, self._untold = self._untold, []
+        return [*untold, *self.report_record_loss()]
 
     def announce_end(self, worker: int) -> list[LoopEffect]:
         """A worker's process has ended, or it was given up: others go on without it by this word only

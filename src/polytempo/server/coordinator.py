@@ -388,8 +388,7 @@ class Coordinator:
 
     def launcher_connected(self) -> list[LoopEffect]:
         """The launcher is there."""
-        self._job.has_launcher = True
-        return self._job.report_record_loss()
+        return self._job.meet_launcher()
 
     def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
         """An agent brings workers from another host; `PeerError` where the job expects fewer."""

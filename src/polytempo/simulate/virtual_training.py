@@ -89,7 +89,7 @@ def train_virtually(
         data: (train, test), each a pair of tensors or a data set.
         loss: A function of outputs and targets.
         sync: The mode, such as `"ssp:3"`. What it leaves to the optimizer is written out in the outcome and the record, as
-            in a live job: `asp` with momentum is `asp,momentum=lookahead`.
+            in a live job: `asp` with SGD and momentum is `asp,momentum=lookahead,spike=1.5`.
         cluster: The machines and links; four equal workers by default.
         via: As in `simulate_job`.
         optimizer: Makes an optimizer from a list of parameters; plain SGD at 0.1 by default.

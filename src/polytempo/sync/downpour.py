@@ -20,7 +20,8 @@ Where this departs from the printed listing:
    server would pile them up;
 3. a fetch overwrites local progress there; here the local steps that the fetched weights cannot contain yet are added to
    them, so that P = F = 1 with one worker is plain SGD whatever the network does;
-4. the update rule is the user's optimizer, not always Adagrad, at its rate divided by the active workers (`scale=1`: whole).
+4. the update rule is the user's optimizer, not always Adagrad, at its rate divided by the active workers (`scale=1`: whole);
+   where the rule divides by the gradient's size, divided by the root of n / P, and never more than whole.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ class DownpourPolicy(Policy):
     def _pushed(self, push: Pushed, now: float) -> list[Action]:
         progress = self.progress
         progress.move(push.worker, push.step + 1)
+        joint = float(len(progress.pushed))
+        if isinstance(self.scale, str):  # a power of how many pushes make a joint step: each has P gradients
+            joint = max(1.0, joint / self.push)
         actions: list[Action] = [
-            Apply((push,), rate_of(self.scale, len(progress.pushed))),
+            Apply((push,), rate_of(self.scale, joint)),
             Release(push.worker, push.step + 2, progress.slowest),
         ]
         if self._made < self._warm_pushes:

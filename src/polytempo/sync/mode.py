@@ -49,22 +49,33 @@ def _read_span(text: str) -> tuple[int, int]:
 #: Two whole numbers L..U with L <= U.
 SPAN = ArgumentReader("two whole numbers L..U", _read_span)
 
-#: How the push of one worker is scaled: by 1/n (None), by 1/sqrt(n) ("sqrt"), or by a number.
+#: How the push of one worker is scaled: by 1/n (None), by a power of n ("n^-0.75", "sqrt" for n^-0.5), or by a number.
 Scale = float | str | None
 
 _NUMBER = positive_number("scale")
 
 
 def _read_scale(text: str) -> float | str:
-    return text if text == "sqrt" else float(_NUMBER.read(text))
+    if text == "sqrt":
+        return text
+    if text.startswith("n^-"):
+        exponent = float(text.removeprefix("n^-"))
+        if not 0 < exponent <= 1:
+            raise ValueError(text)
+        return text
+    return float(_NUMBER.read(text))
 
 
 #: The option of every mode that applies single pushes.
-SCALE: Mapping[str, ArgumentReader] = {"scale": ArgumentReader(f"{_NUMBER.expected}, or sqrt", _read_scale)}
+SCALE: Mapping[str, ArgumentReader] = {
+    "scale": ArgumentReader(f"{_NUMBER.expected}, sqrt, or a power of n such as n^-0.75", _read_scale)
+}
 
 
-def rate_of(scale: Scale, active: int) -> float:
+def rate_of(scale: Scale, active: float) -> float:
     """The factor on the rate of one push, with this number of active workers."""
-    if isinstance(scale, str):
+    if scale == "sqrt":
         return 1 / math.sqrt(active)
+    if isinstance(scale, str):
+        return float(active ** -float(scale.removeprefix("n^-")))
     return scale or 1 / active

@@ -28,7 +28,7 @@ from polytempo.sync.every import EVERY
 from polytempo.sync.gossip import GOSSIP, GossipSpec
 from polytempo.sync.local_sgd import LOCAL, Averaging
 from polytempo.sync.mode import Mode, rate_of
-from polytempo.sync.momentum import ASYNC, LOOKAHEAD, MOMENTUM, SERVER, WORKER, GroupSettings, chosen_options
+from polytempo.sync.momentum import ASYNC, LOOKAHEAD, MOMENTUM, SERVER, WORKER, GroupSettings, check_spike, chosen_options
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import SSP
 
@@ -159,6 +159,9 @@ class Spec:
             groups: Its parameter groups.
             workers: Of the job.
             needs_server: A reason for which momentum must stay on the servers, if there is one.
+
+        Raises:
+            UsageError: the spec shortens gradients (`spike`) where that could have no effect.
         """
         if self.mode.rule or "scale" not in self.mode.options:
             return self
@@ -166,7 +169,12 @@ class Spec:
         chosen = chosen_options(optimizer, groups, self.options, workers=workers, why_not=why_not)
         if not self.mode.keeps_momentum:
             chosen = {name: value for name, value in chosen.items() if name not in MOMENTUM}
-        return parse_spec(",".join([self.text, *(f"{name}={value}" for name, value in chosen.items())])) if chosen else self
+        spec = parse_spec(",".join([self.text, *(f"{name}={value}" for name, value in chosen.items())])) if chosen else self
+        if spec.spike and workers > 1:
+            given = self.options.get("momentum")
+            where = f"momentum={given} keeps it on the servers" if given in (SERVER, ASYNC) else why_not
+            check_spike(self.text, optimizer, groups, bool(spec.worker_momentum), where)
+        return spec
 
     def told(self, optimizer: str, fallback: str) -> str:
         """What a user is to know of options that were written out for an optimizer, in a line; empty where it is nothing.
@@ -177,16 +185,21 @@ class Spec:
         """
         if self.worker_momentum:
             pushed = "its look-ahead" if self.worker_momentum == LOOKAHEAD else "what it steps along"
+            times = f"{self.spike:g}"
+            calmed = (
+                f"gradients above {times} times their usual length are shortened (spike={times}); " if self.spike else ""
+            )
             return (
-                f"{self.text}: each worker keeps the momentum of its own {optimizer} and pushes {pushed}; momentum=server "
-                "keeps one for all on the servers"
+                f"{self.text}: each worker keeps the momentum of its own {optimizer} and pushes {pushed}; {calmed}"
+                "momentum=server keeps one for all on the servers"
             )
         if fallback:
             return (
                 f"{self.text}: momentum stays on the servers: {fallback}; a rate that is right for bsp may be too high there"
             )
-        if self.options.get("scale") == "sqrt":
-            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts 1/sqrt(n)"
+        if isinstance(scale := self.options.get("scale"), str):
+            counts = "1/sqrt(n)" if scale == "sqrt" else scale
+            return f"{self.text}: {optimizer} divides by the size of gradients; a push of one of n workers counts {counts}"
         return ""
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from polytempo.client.row_traffic import WorkerTable
 from polytempo.errors import UsageError
-from polytempo.optim.worker_momentum import DIRECTION
+from polytempo.optim.worker_momentum import OF_WORKERS
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.reducer import Reducer
@@ -166,10 +166,10 @@ def _emptied(name: str, value: Any, info: TensorInfo, empty: TensorInfo) -> Any:
 def dense_segments(
     state: dict[int, dict[str, Any]], tensors: Sequence[TensorInfo], numbers: Sequence[int]
 ) -> list[SegmentState]:
-    """The same the other way: one segment for each parameter that has state. The last change is of use to workers alone."""
+    """The same the other way: one segment for each parameter that has state. What only workers use is left out."""
     segments = []
     for place in lay_out(tensors, 1).places:
-        given = {name: value for name, value in state.get(numbers[place.index], {}).items() if name != DIRECTION}
+        given = {name: value for name, value in state.get(numbers[place.index], {}).items() if name not in OF_WORKERS}
         own = {name: _on_cpu(name, value, place.info) for name, value in given.items()}
         segments.append(SegmentState(place.info.dtype, place.start, place.stop, own))
     return segments

@@ -16,7 +16,7 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import known_name
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
-from polytempo.sync.momentum import RULES, MomentumForm, check_kept, form_of, has_momentum
+from polytempo.sync.momentum import RULES, MomentumForm, check_kept, check_spike, form_of, has_momentum
 from polytempo.sync.spec import COMPARED, Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
@@ -91,10 +91,12 @@ class OptimizerArguments:
         name, groups = known_name(self.optimizer), self.optimizer.param_groups
         form = form_of(name, groups)
         why_not = given.needs_server or self._why_on_servers(name, form, has_tables)
+        of_delta = "apply='delta' pushes what the script's optimizer changes" if self.apply == "delta" else ""
         if given.worker_momentum:
-            of_delta = "apply='delta' pushes what the script's optimizer changes" if self.apply == "delta" else ""
             check_kept(given.text, name, type(self.optimizer).__name__, why_not or of_delta)
-        if self.apply == "delta":
+        if of_delta:
+            if given.spike and workers > 1:
+                check_spike(given.text, name, groups, False, of_delta)
             return given, MomentumForm.NONE, ""
         spec = given.settled(name, groups, workers=workers, needs_server=why_not)
         is_open = workers > 1 and given.mode.keeps_momentum and "momentum" not in given.options
