@@ -55,6 +55,7 @@ def _server_config(index: int, paths: list[str], workers: int, sync: str, via: s
         "secret": "",
         "host_timeout": 5.0,
         "go_on_unsaved": False,
+        "ends_diverged": False,
         **dict.fromkeys(("listen", "keys", "checkpoint", "resume", "record")),
     }
 

@@ -116,7 +116,7 @@ def test_runs_are_kept_by_all_their_settings(tmp_path: Path) -> None:
 
 def test_a_mode_is_kept_as_its_optimizer_settles_it() -> None:
     """So lines of the old way are not taken for those of the new."""
-    assert uneven.settled("asp") == "asp,momentum=lookahead"
+    assert uneven.settled("asp") == "asp,momentum=lookahead,spike=1.5"
     assert [uneven.settled(mode) for mode in ("bsp", "anytime:auto", "bsp+balance")] == [
         "bsp",
         "anytime:auto",

@@ -23,7 +23,7 @@ def test_runs_are_kept_under_the_mode_as_it_is_settled() -> None:
     """So lines of the old way are not taken for those of the new."""
     modes = (*asynchronous.MODES, "bsp")
     sync = {mode: asynchronous.run_of("digits", 8, "even", mode, 0.1, 0.9, 0).sync for mode in modes}
-    assert sync == {**{mode: f"{mode},momentum=lookahead" for mode in asynchronous.MODES}, "bsp": "bsp"}
+    assert sync == {**{mode: f"{mode},momentum=lookahead,spike=1.5" for mode in asynchronous.MODES}, "bsp": "bsp"}
     assert asynchronous.run_of("cnn", 4, "even", f"delay:4{BEFORE}", 0.1, 0.9, 0).sync == "delay:4,momentum=server"
     assert GPT.sync.startswith("asp,momentum=lookahead")
     assert asynchronous.run_of("gpt", 4, "even", f"asp{BEFORE}", 2e-3, 0.9, 0).sync == "asp,momentum=server,scale=0.25"

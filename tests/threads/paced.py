@@ -61,8 +61,8 @@ class PacedWorker:
 
     def __post_init__(self) -> None:
         self.clock = self.session.round_clock = ManualClock()
-        self._took = 0.0
-        self.session.computed = lambda now: self._took  # type: ignore[method-assign]
+        self._took = self._due = 0.0
+        self.session.computed = self._computed  # type: ignore[method-assign]
         self.model = copy.deepcopy(self.model)
         self.optimizer = DistributedOptimizer(self.make(list(self.model.parameters())), self.model, **self.options)
         self.made: list[Made] = []
@@ -80,10 +80,19 @@ class PacedWorker:
         loss_of(self.model, batch).backward()
         self.clock.advance(seconds)
 
+    def _computed(self, now: float) -> float:
+        """What the session is asked in a step. A micro-batch takes its time here, not before: else the communication thread
+        might end the round while the step, which is in time, is on its way to it."""
+        due, self._due = self._due, 0.0
+        if due:
+            self.clock.advance(due)
+        return self._took
+
     def micro_batch(self, batch: Batch, seconds: float) -> None:
         """One in time."""
         began = self.round
-        self.compute(batch, seconds)
+        self.compute(batch, 0.0)
+        self._took = self._due = seconds
         self.optimizer.step(samples=len(batch[0]))
         self.made.append(Made(began, began, batch))
         self.values.setdefault(self.round, weights(self.model))

@@ -361,13 +361,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._given.take()
             self._given = None
         with torch.no_grad():
-            computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
             request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
             request.weighed = samples is not None
             request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
             request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
-            request.about = {"computed": computed, **self._figures(computed), **self._data_position(samples)}
-            self._look_at_signs(request)
+            self._look_at_signs(request)  # before its time is taken: from there on a round may end without it
+            computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
+            request.about |= {"computed": computed, **self._figures(computed), **self._data_position(samples)}
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
