@@ -5,6 +5,7 @@ Where it cannot be, momentum stays on the servers, and one line says why. Nothin
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -309,7 +310,7 @@ def test_rows_keep_the_servers_rule_and_the_rest_its_momentum() -> None:
         )
 
     def work(session: Session) -> list[torch.Tensor]:
-        model = lookup_model()
+        model = copy.deepcopy(start)  # the seed is the process's: threads that make theirs at once share it
         optimizer = DistributedOptimizer(groups(model), model)
         for step in batches:
             for worker in range(2):

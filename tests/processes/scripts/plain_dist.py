@@ -32,4 +32,4 @@ if rank < 2:
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     assert tensor.item() == 2.0
 dist.destroy_process_group()
-print("done", rank)
+print(f"done {rank}\n", end="")  # one write: lines of several ranks stay whole where output is not buffered
