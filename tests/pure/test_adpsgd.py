@@ -13,8 +13,9 @@ from driving import Job
 from test_properties import Game, only, play, under_each
 
 from polytempo.errors import OrderError
-from polytempo.sync.actions import Mixing, Release
+from polytempo.sync.actions import Release
 from polytempo.sync.adpsgd import BIPARTITE, draw, passive_neighbours
+from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Left, Pushed
 from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
 
@@ -59,17 +60,17 @@ def test_active_workers_are_told_a_partner_and_passive_ones_are_not() -> None:
     for _ in range(20):
         for worker in range(4):
             (release,) = only(Release, job.push(worker))
-            assert (release.mixing is not None) == (worker % 2 == 0)
-            if release.mixing is not None:
-                ((partner, _),) = release.mixing.send
-                assert release.mixing == Mixing(0.5, ((partner, 0.5),), ((partner, 0.5),))
+            assert (release.directive.mixing is not None) == (worker % 2 == 0)
+            if release.directive.mixing is not None:
+                ((partner, _),) = release.directive.mixing.send
+                assert release.directive.mixing == Mixing(0.5, ((partner, 0.5),), ((partner, 0.5),))
                 asked.add((worker, partner))
     assert asked == {(0, 1), (0, 3), (2, 1), (2, 3)}
 
 
 def test_a_worker_alone_has_no_partner() -> None:
     job = Job("adpsgd:ring", 1).start()
-    assert only(Release, job.push(0)) == [Release(0, 1, 1)]
+    assert only(Release, job.push(0)) == [Release(0, 1, 1, NextMixing())]
 
 
 def test_a_hanging_worker_holds_no_other_back() -> None:
@@ -84,7 +85,7 @@ def test_a_hanging_worker_holds_no_other_back() -> None:
 def test_another_seed_draws_other_partners() -> None:
     def partners(sync: str) -> list[object]:
         job = Job(sync, 4).start()
-        return [only(Release, job.push(0))[0].mixing for _ in range(20)]
+        return [only(Release, job.push(0))[0].directive.mixing for _ in range(20)]
 
     assert partners("adpsgd:ring") == partners("adpsgd:ring,seed=0")
     assert partners("adpsgd:ring") != partners("adpsgd:ring,seed=1")
@@ -111,12 +112,12 @@ class Pairs:
         worker = release.worker
         first = worker not in self.values
         value = self.values.setdefault(worker, (Fraction(0), Fraction(0)))
-        if first and not release.enters:
+        if first and not release.directive.enters:
             self.values[worker] = value = Fraction(3**worker), Fraction(1)
             self.begun = plus(self.begun, value)
-        assert release.enters == (value[1] == 0)
-        if release.mixing is not None:
-            ((partner, _),) = release.mixing.send
+        assert release.directive.enters == (value[1] == 0)
+        if release.directive.mixing is not None:
+            ((partner, _),) = release.directive.mixing.send
             if partner in self.values:  # at the start it may be released a moment later
                 other = self.values[partner]
                 assert other[1] > 0, "a partner has a model"
@@ -153,23 +154,23 @@ def test_pairs_keep_the_mass_and_meet_at_the_mean(sync: str, game: Game) -> None
 def test_a_joiner_asks_until_it_has_a_model() -> None:
     job = Job("adpsgd:ring", 3).start()
     (release,) = only(Release, job.join(0 + 5))
-    assert release.enters
-    assert release.mixing is not None
-    assert release.mixing.send[0][0] == 1, "the passive one"
+    assert release.directive.enters
+    assert release.directive.mixing is not None
+    assert release.directive.mixing.send[0][0] == 1, "the passive one"
     declined = only(Release, job.feed(Pushed(5, release.step, samples=0)))[0]
-    assert declined.enters, "a push without samples: it has no model yet"
-    assert declined.mixing is not None
+    assert declined.directive.enters, "a push without samples: it has no model yet"
+    assert declined.directive.mixing is not None
     after = only(Release, job.push(5))[0]
-    assert not after.enters
-    assert after.mixing is None, "its place is odd now: it is passive"
+    assert not after.directive.enters
+    assert after.directive.mixing is None, "its place is odd now: it is passive"
 
 
 def test_a_joiner_is_asked_by_none_before_it_has_a_model() -> None:
     job = Job("adpsgd:ring", 1).start()
     job.join(3)
-    assert [only(Release, job.push(0))[0].mixing for _ in range(5)] == [None] * 5
+    assert [only(Release, job.push(0))[0].directive.mixing for _ in range(5)] == [None] * 5
     job.push(3)
-    assert only(Release, job.push(0))[0].mixing == Mixing(0.5, ((3, 0.5),), ((3, 0.5),))
+    assert only(Release, job.push(0))[0].directive.mixing == Mixing(0.5, ((3, 0.5),), ((3, 0.5),))
 
 
 # The state machine of a pair.

@@ -31,7 +31,7 @@ MODES = ("local:3,after=2", "adacomm:16,every=2", "diloco:4")
 
 
 def periods(actions: Sequence[Action]) -> set[int]:
-    return {release.period for release in only(Release, actions)}
+    return {release.directive.period if release.directive else 0 for release in only(Release, actions)}
 
 
 def block(job: Job, loss: float | None = None, lr: float | None = None, now: float | None = None, count: int = 1) -> int:
@@ -210,7 +210,7 @@ def test_a_block_is_a_round_and_its_length_comes_with_each_release(sync: str) ->
         assert [type(action).__name__ for action in job.push(worker)] == ["Hold"]
     actions = job.push(1)
     assert [[push.worker for push in apply.pushes] for apply in only(Apply, actions)] == [[0, 1, 2]]
-    assert [(release.worker, release.period) for release in only(Release, actions)] == [(2, 4), (0, 4), (1, 4)]
+    assert [(release.worker, release.directive.period) for release in only(Release, actions)] == [(2, 4), (0, 4), (1, 4)]
 
 
 def test_a_worker_that_dies_inside_a_block_is_left_out_and_a_joiner_starts_at_the_open_one() -> None:
@@ -220,7 +220,7 @@ def test_a_worker_that_dies_inside_a_block_is_left_out_and_a_joiner_starts_at_th
     actions = job.leave(2, "lost")
     assert [[push.worker for push in apply.pushes] for apply in only(Apply, actions)] == [[0, 1]]
     (release,) = only(Release, job.join(2))
-    assert (release.step, release.period) == (1, 4)
+    assert (release.step, release.directive.period) == (1, 4)
 
 
 def test_rounds_of_bsp_say_no_period() -> None:
@@ -239,7 +239,7 @@ def test_each_round_has_one_period_for_all_and_decides_as_bsp_does(sync: str, ga
     for job in play(sync, game):
         _, _, actions = job.history[-1]
         for release in only(Release, actions):
-            of_step.setdefault(release.step, set()).add(release.period)
+            of_step.setdefault(release.step, set()).add(release.directive.period)
     assert all(len(found) == 1 and min(found) >= 1 for found in of_step.values())
     plain = [[without_period(action) for action in actions] for _, _, actions in job.history]
     assert plain == answers("bsp", job)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from polytempo.protocol.values import RoundPlan
 from polytempo.session.dealing import Dealing, DealtBatch, DealtPass
+from polytempo.sync.directives import NextShares
 from polytempo.sync.shares import ShareWeights, cut
 
 SIZE = 2
@@ -90,7 +90,7 @@ def test_new_weights_hold_from_the_first_batch_that_no_worker_has_drawn() -> Non
     bench.draw(one, 2)
     bench.step()
     assert bench.dealing.freeze() == (0, 1)
-    bench.dealing.resume(RoundPlan(((0, 1.5), (1, 0.5)), (0, 3)))  # the other worker has read one further
+    bench.dealing.resume(NextShares(((0, 1.5), (1, 0.5)), (0, 3)))  # the other worker has read one further
     assert bench.draw(one, 3) == [(16, 20), (24, 30), (32, 38)]
     bench.dealing.end(one, True)
     two = bench.begin(epoch=1)
@@ -100,17 +100,17 @@ def test_new_weights_hold_from_the_first_batch_that_no_worker_has_drawn() -> Non
 
 def test_a_worker_that_joins_others_counts_its_passes_from_theirs() -> None:
     bench = Bench()
-    bench.dealing.resume(RoundPlan(((0, 1.5), (1, 0.5)), (7, 3)))
+    bench.dealing.resume(NextShares(((0, 1.5), (1, 0.5)), (7, 3)))
     one = bench.begin()
     assert bench.draw(one) == [(0, 6)]
     assert bench.dealing.freeze() == (7, 0)
-    bench.dealing.resume(RoundPlan(((0, 0.5), (1, 1.5)), (7, 2)))
+    bench.dealing.resume(NextShares(((0, 0.5), (1, 1.5)), (7, 2)))
     assert bench.draw(one, 2) == [(8, 14), (16, 18)]
 
 
 def test_passes_that_do_not_train_are_cut_evenly_and_not_numbered() -> None:
     bench = Bench()
-    bench.dealing.resume(RoundPlan(((0, 1.5), (1, 0.5)), (0, 0)))
+    bench.dealing.resume(NextShares(((0, 1.5), (1, 0.5)), (0, 0)))
     look = bench.begin()
     assert bench.draw(look, trains=False) == [(0, 4)]
     assert bench.dealing.freeze() is None
@@ -166,7 +166,7 @@ def test_a_thread_draws_nothing_between_a_push_and_its_answer() -> None:
     thread = threading.Thread(target=loader)
     thread.start()
     begun.wait(10)
-    bench.dealing.resume(RoundPlan(((0, 1.5), (1, 0.5)), (0, 1)))
+    bench.dealing.resume(NextShares(((0, 1.5), (1, 0.5)), (0, 1)))
     thread.join(10)
     assert drawn == [(8, 14)], "cut by the weights of the answer"
 
@@ -178,5 +178,5 @@ def test_the_table_of_weights_stays_short() -> None:
         bench.draw(one)
         bench.step()
         bench.dealing.freeze()
-        bench.dealing.resume(RoundPlan(((0, 1 + number / 200), (1, 1 - number / 200)), (0, number + 1)))
+        bench.dealing.resume(NextShares(((0, 1 + number / 200), (1, 1 - number / 200)), (0, number + 1)))
     assert len(bench.dealing._table) <= 3

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.protocol.values import Position, RoundPlan
+from polytempo.protocol.values import Position
 from polytempo.session.dealing import Dealing, united
 from polytempo.sync.balance import SharesBySpeed
 from polytempo.sync.events import Pushed
@@ -71,7 +71,7 @@ class Job:
         self.round += 1
         self.rule.close(tuple(pushes), range(len(pushes)), 0.0)
         for worker in self.workers:
-            worker.dealing.resume(RoundPlan(self.rule.weights, self.rule.since) if self.rule.changed else RoundPlan())
+            worker.dealing.resume(self.rule.directive())
         return [step[0] for step in steps if step is not None]
 
 

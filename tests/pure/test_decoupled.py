@@ -20,6 +20,7 @@ from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Release, Wake
 from polytempo.sync.decoupled_diloco import SLACK, merge_weights
+from polytempo.sync.directives import NextBlock
 from polytempo.sync.events import Joined, Left, Pushed, Ticked
 from polytempo.sync.spec import parse_spec
 
@@ -60,7 +61,7 @@ def test_a_quorum_is_merged_when_its_grace_is_over_and_not_before() -> None:
     actions = job.tick(now=5.5)
     assert merged(actions) == [[0, 2]]
     assert released(actions) == {0: 1, 2: 1}
-    assert [release.period for release in only(Release, actions)] == [4, 4]
+    assert [release.directive.period for release in only(Release, actions)] == [4, 4]
 
 
 def test_no_grace_is_needed_when_all_active_workers_are_in() -> None:
@@ -186,7 +187,7 @@ def test_a_push_on_too_old_an_anchor_is_dropped_and_its_worker_goes_on_at_once()
     fork = job.fork()
     assert merged(fork.push(1)) == [[1]]  # 2 merges old
     job.push(0)
-    assert job.push(1) == [Discard(1, 0, "staleness 3 is above 2"), Release(1, 1, 1, 4)]
+    assert job.push(1) == [Discard(1, 0, "staleness 3 is above 2"), Release(1, 1, 1, NextBlock(4))]
     assert merged(job.push(1)) == [[1]]  # on the newest values
 
 

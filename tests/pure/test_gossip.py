@@ -18,7 +18,8 @@ from driving import Job
 from test_properties import Game, only, play, under_each
 from test_topology import matrix
 
-from polytempo.sync.actions import Admit, Hold, Mixing, Release
+from polytempo.sync.actions import Admit, Hold, Release
+from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Left, Pushed
 from polytempo.sync.gossip import GossipSpec
 from polytempo.sync.spec import parse_spec
@@ -98,16 +99,16 @@ class Models:
     def release(self, release: Release, starting: bool) -> None:
         worker = release.worker
         if worker in self.rows:
-            self.mix(worker, release.lost)
+            self.mix(worker, release.directive.lost)
         else:
             self.values[worker] = NOTHING
-            assert not release.lost
-        if not release.enters and self.values[worker] == NOTHING:  # it starts from values of its own
+            assert not release.directive.lost
+        if not release.directive.enters and self.values[worker] == NOTHING:  # it starts from values of its own
             assert starting or not any(weight for _, weight in self.values.values()), "another has a model"
             self.values[worker] = self.number(3**worker), self.number(1)
             self.begun = plus(self.begun, self.values[worker])
-        assert release.enters == (self.values[worker][1] == 0), "it enters until it has received something"
-        self.rows[worker] = release.step, release.mixing or ALONE
+        assert release.directive.enters == (self.values[worker][1] == 0), "it enters until it has received something"
+        self.rows[worker] = release.step, release.directive.mixing or ALONE
 
     def mix(self, worker: int, lost: tuple[int, ...]) -> None:
         step, row = self.rows[worker]
@@ -242,9 +243,9 @@ def test_one_that_leaves_before_its_push_takes_along_its_own() -> None:
         job.push(worker)
     assert job.leave(1, "lost") == [], "both wait for worker 3 as well"
     released = only(Release, job.push(3))
-    assert [(release.worker, release.lost) for release in released] == [(0, (1,)), (2, (1,)), (3, ())]
-    assert released[0].mixing is not None
-    assert [other for other, _ in released[0].mixing.send] == [2, 3], "the next graph is that of the survivors"
+    assert [(release.worker, release.directive.lost) for release in released] == [(0, (1,)), (2, (1,)), (3, ())]
+    assert released[0].directive.mixing is not None
+    assert [other for other, _ in released[0].directive.mixing.send] == [2, 3], "the next graph is that of the survivors"
     models = Models.of(job, "gossip:ring")
     assert models.gone == (3, 1)
     assert models.values[0][0] == Fraction(2 * 1 + 27, 3)
@@ -269,23 +270,23 @@ def test_a_joiner_has_half_of_a_neighbours_after_one_step() -> None:
     actions = job.join(7)
     assert actions[0] == Admit(7, 4), "the first step that none has started"
     (release,) = only(Release, actions)
-    assert release.enters
-    assert release.mixing == Mixing(0.5, ((0, 0.5),), ((1, 0.5),))
+    assert release.directive.enters
+    assert release.directive.mixing == Mixing(0.5, ((0, 0.5),), ((1, 0.5),))
     for worker in (1, 7, 0, 1):
         job.push(worker)
     models = Models.of(job, "gossip:exp")
-    assert [release.enters for release in only(Release, job.history[-1][2]) if release.worker == 7] == [False]
+    assert [release.directive.enters for release in only(Release, job.history[-1][2]) if release.worker == 7] == [False]
     assert models.values[7] == (1, Fraction(1, 2)), "both began with 1 and 3, whose mean is 2: half of (2, 1)"
     assert sum_of([*models.values.values()]) == (4, 2)
 
 
 def test_a_joiner_whose_neighbours_are_lost_goes_on_entering() -> None:
     job = Job("gossip:ring", 4).start()
-    assert only(Release, job.join(9))[0].enters
+    assert only(Release, job.join(9))[0].directive.enters
     job.push(9)
     job.leave(3, "lost")
     (again,) = only(Release, job.leave(0, "lost"))
-    assert (again.worker, again.step, again.lost, again.enters) == (9, 2, (0, 3), True)
+    assert (again.worker, again.step, again.directive.lost, again.directive.enters) == (9, 2, (0, 3), True)
     models = Models.of(job, "gossip:ring")
     together(job, models)
     together(job, models, steps=1)
@@ -302,7 +303,8 @@ def test_models_that_are_all_gone_begin_anew() -> None:
     job.push(2)
     job.leave(0, "lost")
     models = Models.of(job, "gossip:ring")
-    enters = {release.worker: release.enters for _, _, actions in job.history for release in only(Release, actions)}
+    releases = [release for _, _, actions in job.history for release in only(Release, actions)]
+    enters = {release.worker: release.directive.enters for release in releases}
     assert enters[1] != enters[2], "one of the two begins, the other receives from it"
     together(job, models, steps=2)
     assert all(weight > 0 for _, weight in models.values.values())
@@ -335,7 +337,7 @@ def test_a_job_of_one_is_never_held_and_mixes_nothing() -> None:
     for sync in (*SYNCS, "gossip:ring,overlap=1"):
         job = Job(sync, 1).start()
         for step in range(4):
-            assert only(Release, job.push(0)) == [Release(0, step + 1, step + 1)]
+            assert only(Release, job.push(0)) == [Release(0, step + 1, step + 1, NextMixing())]
 
 
 def test_specs() -> None:

@@ -21,6 +21,7 @@ from polytempo.records.check import check_lines
 from polytempo.records.files import to_text
 from polytempo.records.replay import replay
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Release, Wake
+from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.spec import parse_spec
 
@@ -379,7 +380,7 @@ class PlannedRounds(Opinion):
         released = only(Release, actions)
         assert {release.worker for release in released} == (set(self.arrived) | self.later) & job.steps.keys()
         assert {release.step for release in released} <= {self.round + 1}
-        assert len({(release.deadline, release.catching_up) for release in released}) <= 1
+        assert len({deadline_of(release) for release in released}) <= 1
         self.round += 1
         self.inside, self.arrived, self.later, self.wakes = {release.worker for release in released}, [], set(), []
 
@@ -389,6 +390,11 @@ class PlannedRounds(Opinion):
     def look_at_members(self, job: Job) -> None:
         super().look_at_members(job)
         assert set(job.held) == (set(self.arrived) | self.later) & job.steps.keys()
+
+
+def deadline_of(release: Release) -> object:
+    told = release.directive
+    return (told.seconds, told.catching_up) if isinstance(told, NextDeadline) else None
 
 
 class Neighbours(Opinion):
@@ -403,7 +409,8 @@ class Neighbours(Opinion):
             self.neighbours = {key: others for key, others in self.neighbours.items() if key[0] != event.worker}
         for release in only(Release, actions):
             assert not self.missing(job, release.worker), "released although a neighbour has not pushed"
-            pairs = (*release.mixing.send, *release.mixing.receive) if release.mixing else ()
+            row = release.directive.mixing
+            pairs = (*row.send, *row.receive) if row else ()
             self.neighbours[release.worker, release.step] = sorted({other for other, _ in pairs})
 
     def missing(self, job: Job, worker: int) -> list[int]:

@@ -32,7 +32,7 @@ def test_a_merge_is_made_by_the_clock_and_answers_all_of_it() -> None:
     bench.now = 3.0
     orders = bench.take(bench.sequencer.tick(3.0))
     assert updates(orders) == [[(0, 8.0), (1, 8.0)]]
-    assert [(reply.worker, reply.step, reply.period, reply.version) for reply in replies_in(orders)] == [
+    assert [(reply.worker, reply.step, reply.directive.period, reply.version) for reply in replies_in(orders)] == [
         (0, 1, 4, 1),
         (1, 1, 4, 1),
     ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polytempo.errors import SpecError
-from polytempo.sync.actions import Mixing
+from polytempo.sync.directives import Mixing
 from polytempo.sync.spec import parse_spec
 from polytempo.sync.topology import TOPOLOGIES, check_size, mixing_rows, phases
 

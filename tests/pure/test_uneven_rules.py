@@ -41,7 +41,8 @@ class Balanced:
             self.take(self.policy.handle(Joined(worker), 0.0))
 
     def take(self, actions: list[Action]) -> None:
-        told = [(release.since, release.weights) for release in only(Release, actions) if release.weights]
+        directives = [release.directive for release in only(Release, actions)]
+        told = [(one.since, one.weights) for one in directives if one.weights]
         assert len(set(told)) <= 1, "all are told the same"
         for since, weights in told[:1]:
             first = since[1] if since else self.round
@@ -132,8 +133,10 @@ def test_members_that_come_and_go_get_shares_from_what_is_known() -> None:
     actions = policy.handle(Left(2, "lost"), job.now)
     releases = only(Release, actions)
     assert sorted(release.worker for release in releases) == [0, 1, 3]
-    assert {release.weights for release in releases} == {((0, 1.0), (1, 1.0), (3, 1.0))}, "an unknown one is an average one"
-    assert {release.since for release in releases} == {(0, at + 3)}
+    assert {release.directive.weights for release in releases} == {((0, 1.0), (1, 1.0), (3, 1.0))}, (
+        "an unknown one is an average one"
+    )
+    assert {release.directive.since for release in releases} == {(0, at + 3)}
     assert [release.repeats for release in releases] == [False, True, True]
 
 
@@ -141,7 +144,7 @@ def test_a_group_of_other_ranks_has_shares_of_its_own() -> None:
     policy = parse_spec("bsp+balance").policy(8, members=(4, 6))
     policy.handle(Joined(6), 0.0)
     releases = only(Release, policy.handle(Joined(4), 0.0))
-    assert [release.weights for release in releases] == [((4, 1.0), (6, 1.0))] * 2
+    assert [release.directive.weights for release in releases] == [((4, 1.0), (6, 1.0))] * 2
 
 
 def test_initial_workers_that_never_came_have_no_share() -> None:
@@ -149,7 +152,7 @@ def test_initial_workers_that_never_came_have_no_share() -> None:
     policy.handle(Joined(0), 0.0)
     policy.handle(Joined(2), 0.0)
     releases = only(Release, policy.handle(Left(1, "lost"), 0.0))
-    assert [release.weights for release in releases] == [((0, 1.0), (2, 1.0))] * 2
+    assert [release.directive.weights for release in releases] == [((0, 1.0), (2, 1.0))] * 2
 
 
 # anytime.
@@ -169,7 +172,7 @@ class Timed:
     def take(self, actions: list[Action]) -> None:
         for apply in only(Apply, actions):
             self.divisors.append(apply.divisor)
-        told = {release.deadline for release in only(Release, actions)}
+        told = {release.directive.seconds for release in only(Release, actions)}
         assert len(told) <= 1, "one deadline a round"
         for self.deadline in told:
             self.deadlines.append(self.deadline)
@@ -353,7 +356,7 @@ def test_a_round_closes_without_the_overdue_and_their_push_is_discarded() -> Non
     assert policy.handle(Ticked(), 4.7) == []
     actions = policy.handle(Ticked(), 4.7251)
     assert [[each.worker for each in apply.pushes] for apply in only(Apply, actions)] == [[0, 1, 2]]
-    assert [(r.worker, r.step, r.behind) for r in only(Release, actions)] == [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
+    assert [(r.worker, r.step, r.directive.behind) for r in only(Release, actions)] == [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
     for worker in (0, 1, 2):
         actions = push(policy, worker, 1, 5.0)
     assert [release.step for release in only(Release, actions)] == [2, 2, 2], "it is not waited for again"
@@ -363,8 +366,8 @@ def test_a_round_closes_without_the_overdue_and_their_push_is_discarded() -> Non
         actions = push(policy, worker, 2, 7.0)
     releases = {release.worker: release for release in only(Release, actions)}
     assert [each.worker for each in only(Apply, actions)[0].pushes] == [0, 1, 2]
-    assert {worker: release.behind for worker, release in releases.items()} == {0: 0, 1: 0, 2: 0, 3: 3}
-    assert {release.catching_up for release in releases.values()} == {(3,)}
+    assert {worker: release.directive.behind for worker, release in releases.items()} == {0: 0, 1: 0, 2: 0, 3: 3}
+    assert {release.directive.catching_up for release in releases.values()} == {(3,)}
     for worker in range(4):
         actions = push(policy, worker, 3, 9.0)
     assert [each.worker for each in only(Apply, actions)[0].pushes] == [0, 1, 2, 3]
@@ -386,10 +389,10 @@ def test_a_worker_that_is_back_does_not_wait_for_one_that_is_stuck() -> None:
     (wake,) = only(Wake, push(policy, 1, 0, 5.0))  # it is back, and 0 is stuck now
     actions = policy.handle(Ticked(), wake.at)
     assert [apply.pushes for apply in only(Apply, actions)] == [()], "a round without a push is a version like any other"
-    assert [(r.worker, r.step, r.behind) for r in only(Release, actions)] == [(1, 2, 2)]
+    assert [(r.worker, r.step, r.directive.behind) for r in only(Release, actions)] == [(1, 2, 2)]
     actions = push(policy, 0, 1, wake.at + 1.0)
     assert [type(action) for action in actions][:2] == [Discard, Hold]
-    assert [r.behind for r in only(Release, push(policy, 1, 2, wake.at + 2.0))] == [2, 0]
+    assert [r.directive.behind for r in only(Release, push(policy, 1, 2, wake.at + 2.0))] == [2, 0]
 
 
 def test_the_last_worker_in_a_round_leaves_and_those_that_wait_go_on() -> None:
@@ -408,7 +411,7 @@ def test_all_overdue_workers_come_back_to_a_round_that_is_empty() -> None:
     assert policy.handle(Left(0, "lost"), 4.6) == []
     actions = push(policy, 1, 0, 100.0)
     assert [type(action) for action in actions] == [Discard, Apply, Release]
-    assert (actions[-1].step, actions[-1].behind, actions[-1].catching_up) == (2, 2, (1,))
+    assert (actions[-1].step, actions[-1].directive.behind, actions[-1].directive.catching_up) == (2, 2, (1,))
 
 
 def test_a_joiner_starts_with_the_next_round_and_delays_none() -> None:
@@ -417,12 +420,16 @@ def test_a_joiner_starts_with_the_next_round_and_delays_none() -> None:
     assert [type(action) for action in actions][1:] == [Hold, Wake]
     push(policy, 0, 0, 2.0)
     releases = only(Release, push(policy, 1, 0, 2.1))
-    assert [(r.worker, r.step, r.deadline, r.behind) for r in releases] == [(5, 1, 2.0, 0), (0, 1, 2.0, 0), (1, 1, 2.0, 0)]
+    assert [(r.worker, r.step, r.directive.seconds, r.directive.behind) for r in releases] == [
+        (5, 1, 2.0, 0),
+        (0, 1, 2.0, 0),
+        (1, 1, 2.0, 0),
+    ]
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_begins_with_that_round() -> None:
     policy = parse_spec("anytime:2").policy(1)
     policy.begin_at(40)
     (release,) = only(Release, policy.handle(Joined(0), 0.0))
-    assert (release.step, release.deadline) == (40, 2.0)
+    assert (release.step, release.directive.seconds) == (40, 2.0)
     assert [r.step for r in only(Release, push(policy, 0, 40, 2.0))] == [41], "a single worker waits for none"

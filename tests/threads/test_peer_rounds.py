@@ -119,7 +119,7 @@ def test_rounds_are_those_of_one_process(make: Any, hosts: int, divide: str) -> 
         driver, divisors = Driver(model, make), []
         for number, count in enumerate(counts):
             mine = [data[5 * number + micro][session.rank] for micro in range(count[session.rank])]
-            divisors.append(driver.round(mine).plan.divisor)
+            divisors.append(driver.round(mine).closed.divisor)
         return divisors, driver.state()
 
     with ThreadJob(3, sync=f"anytime:30,divide={divide}", via="allreduce") as job:
@@ -148,7 +148,7 @@ def test_a_worker_that_computes_keeps_means_and_applies_them_in_order(make: Any)
             driver.rounds.install(outcomes)
             assert driver.rounds.has_room
         outcomes.append(driver.round([data[KEPT][session.rank]]))
-        return [outcome.plan.divisor for outcome in outcomes], driver.state()
+        return [outcome.closed.divisor for outcome in outcomes], driver.state()
 
     with ThreadJob(3, sync="anytime:30", via="allreduce") as job:
         results = job.run(work)
@@ -190,7 +190,7 @@ def test_a_worker_that_has_missed_rounds_gets_values_and_state(make: str, source
                 until(lambda: 2 in job.sequencer.clocks["0"].policy._behind, "the push of worker 2 to be discarded")
             driver.add(data[3][session.rank])
             outcomes.append(driver.exchange())
-            assert outcomes[-1].plan.catching_up == (2,)
+            assert outcomes[-1].starts.catching_up == (2,)
             driver.rounds.install(outcomes if computes else outcomes[-1:])
         caught_up = driver.state()
         outcomes.append(driver.round([data[4][session.rank]]))
@@ -201,10 +201,10 @@ def test_a_worker_that_has_missed_rounds_gets_values_and_state(make: str, source
     assert_alike([state for _, state, _ in results])
     assert_alike([state for _, _, state in results])
     behind = results[2][0][0]
-    assert (behind.step, behind.plan.behind) == (4, 4)
+    assert (behind.step, behind.starts.behind) == (4, 4)
     if not source_is_busy:
         taken = [step[:2] for step in data[:4]] + [data[4]]
-        divisors = [outcome.plan.divisor for outcome in results[0][0]]
+        divisors = [outcome.closed.divisor for outcome in results[0][0]]
         values, state = alone(model, STATEFUL[make], taken, divisors)
         assert_close(results[2][2][0], values, rtol=1e-9)
         assert_same_state(results[2][2][1], state)
@@ -222,7 +222,7 @@ def test_the_round_sets_the_hyper_parameters() -> None:
             group = driver.optimizer.param_groups[0]
             group["lr"] = rates[number][session.rank]
             mine = [step[session.rank]] if (number, session.rank) != (1, 0) else []
-            divisors.append(driver.round(mine).plan.divisor)
+            divisors.append(driver.round(mine).closed.divisor)
             assert group["lr"] == rates[number][session.rank]
             assert group["betas"] == (0.9, 0.999)
         return divisors, driver.state()
@@ -260,7 +260,7 @@ def test_a_worker_that_dies_after_its_push(hosts: int) -> None:
             session._close_world(politely=False)
             return None
         assert pushed.wait(20)
-        divisors = [driver.round([step[session.rank]]).plan.divisor for step in data]
+        divisors = [driver.round([step[session.rank]]).closed.divisor for step in data]
         return divisors, driver.state()
 
     with ThreadJob(3, sync="anytime:0.2", via="allreduce") as job:
@@ -321,7 +321,7 @@ def test_a_worker_that_was_stopped_between_its_push_and_the_sum_sees_that_it_has
     assert_alike([state for _, state in results])
     assert [type(outcome.content) for outcome in results[2][0]] == [HandedState, RoundMean]
     taken = [data[0], data[1][:2], data[2][:2], data[3][:2], data[4]]
-    values, state = alone(model, STATEFUL["adam"], taken, [outcome.plan.divisor for outcome in results[0][0]])
+    values, state = alone(model, STATEFUL["adam"], taken, [outcome.closed.divisor for outcome in results[0][0]])
     assert_close(results[2][1][0], values, rtol=1e-9)
     assert_same_state(results[2][1][1], state)
 

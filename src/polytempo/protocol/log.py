@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart, WireMessage
+from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart, WireMessage
+from polytempo.sync.directives import Directive
 
 
 class Setup(WireMessage):
@@ -52,12 +53,9 @@ class Reply(WireMessage):
     staleness: int = 0  #: of the push that is answered
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
     checkpoint: str = ""  #: one is being made of this moment
-    period: int = 0  #: local steps in the block that starts, in modes with blocks
-    mixing: MixingRow | None = None  #: with which workers the step is to be mixed, in modes with neighbours
-    lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
-    enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
+    directive: Directive | None = None  #: what else the policy tells the worker of the step, in modes that tell more
     certain: int = 0  #: the next answers to this worker, this many, will not say `stop`
-    plan: RoundPlan | None = None  #: of the round that starts, in modes with shares by speed or deadlines
+    closed: ClosedRound | None = None  #: the round that has ended, in modes with deadlines
 
 
 class ReadHere(WireMessage):

@@ -27,14 +27,13 @@ from polytempo.errors import PeerError
 from polytempo.protocol.log import LogEntry
 from polytempo.protocol.values import (
     BufferRange,
+    ClosedRound,
     DeviceRange,
-    MixingRow,
     OptimizerSpec,
     Position,
     Pull,
     PulledRows,
     PushId,
-    RoundPlan,
     RowAnswer,
     RowPart,
     SavedObject,
@@ -46,6 +45,7 @@ from polytempo.protocol.values import (
     Want,
     WireMessage,
 )
+from polytempo.sync.directives import Directive
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
@@ -293,13 +293,10 @@ class Answer(WireMessage):
     filtered: bool = False  #: the dense buffers are what the pull filter has left
     touched: str = ""  #: a parameter that a script has written to: are values that stay with the workers still alike?
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
-    period: int = 0  #: local steps in the block that starts, in modes with blocks
-    mixing: MixingRow | None = None  #: with which workers the step is to be mixed, in modes with neighbours
-    lost: tuple[int, ...] = ()  #: neighbours in the step before that left without pushing it
-    enters: bool = False  #: in modes with neighbours: the worker has no model yet, its push-sum weight is 0
+    directive: Directive | None = None  #: what else the policy tells the worker of the step, in modes that tell more
     fence: int = 0  #: not 0: no dense buffers follow; the values lie in the worker's device memory, once its fence is here
     certain: int = 0  #: the next answers, this many, will not say `stop`
-    plan: RoundPlan | None = None  #: of the round that starts, in modes with shares by speed or deadlines
+    closed: ClosedRound | None = None  #: the round that has ended, in modes with deadlines
 
 
 class DeviceShared(WireMessage):

@@ -111,25 +111,12 @@ class Share(msgspec.Struct, array_like=True, frozen=True):
     weight: float
 
 
-class MixingRow(msgspec.Struct, array_like=True, frozen=True):
-    """With which workers a worker mixes its values, and at which weights (`sync/actions.py` `Mixing`)."""
+class ClosedRound(msgspec.Struct, array_like=True, frozen=True):
+    """A round that has ended, in modes with deadlines: for workers that make its update themselves."""
 
-    keep: float
-    send: tuple[tuple[int, float], ...]
-    receive: tuple[tuple[int, float], ...]
-
-
-class RoundPlan(msgspec.Struct, array_like=True, frozen=True):
-    """What a release says of a round with shares by speed or a deadline (`sync/actions.py` `Release`)."""
-
-    weights: tuple[tuple[int, float], ...] = ()
-    since: tuple[int, int] | None = None
-    deadline: float = 0.0
-    behind: int = 0
-    catching_up: tuple[int, ...] = ()
-    divisor: float = 0.0  #: of the round that has ended, for workers that make the update themselves
-    hyper: tuple[dict[str, Any], ...] = ()  #: and its hyper-parameters
-    group: int = 0  #: the number of the set of workers in it, in modes with deadlines: a set has the same one on all
+    divisor: float = 0.0  #: of the sum of its gradients; 0: the sum of their weights
+    hyper: tuple[dict[str, Any], ...] = ()  #: its hyper-parameters
+    group: int = 0  #: the number of the set of workers in it: a set has the same one on all
 
 
 class BufferRange(msgspec.Struct, array_like=True, frozen=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 from polytempo.errors import RecordError
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
+from polytempo.sync.directives import NextBlock, NextDeadline, NextMixing, NextShares
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 
 RecordLine = dict[str, Any]
@@ -68,24 +69,26 @@ def action_line(action: Action, now: float) -> RecordLine | None:
 
 def _release_details(release: Release) -> RecordLine:
     """What a release says in modes with blocks, neighbours, shares or deadlines."""
-    details: RecordLine = {"period": release.period} if release.period else {}
-    if release.weights and not release.repeats:
-        details["weights"] = [list(pair) for pair in release.weights]
-        if release.since is not None:
-            details["since"] = list(release.since)
-    if release.deadline:
-        details["deadline"] = release.deadline
-    if release.behind:
-        details["behind"] = release.behind
-    if release.catching_up:
-        details["catching_up"] = list(release.catching_up)
-    if release.mixing is not None:
-        mixing = release.mixing
-        pairs = {"send": [list(pair) for pair in mixing.send], "receive": [list(pair) for pair in mixing.receive]}
-        details["mixing"] = {"keep": mixing.keep, **pairs}
-    if release.lost:
-        details["lost"] = list(release.lost)
-    return details | {"enters": True} if release.enters else details
+    details: RecordLine = {}
+    match release.directive:
+        case NextBlock(period):
+            details["period"] = period
+        case NextShares(weights, since) if weights and not release.repeats:
+            details["weights"] = [list(pair) for pair in weights]
+            if since is not None:
+                details["since"] = list(since)
+        case NextDeadline(seconds, behind, catching_up):
+            told = {"deadline": seconds, "behind": behind, "catching_up": list(catching_up)}
+            details |= {name: value for name, value in told.items() if value}
+        case NextMixing(mixing, lost, enters):
+            if mixing is not None:
+                pairs = {"send": [list(pair) for pair in mixing.send], "receive": [list(pair) for pair in mixing.receive]}
+                details["mixing"] = {"keep": mixing.keep, **pairs}
+            if lost:
+                details["lost"] = list(lost)
+            if enters:
+                details["enters"] = True
+    return details
 
 
 def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> RecordLine:

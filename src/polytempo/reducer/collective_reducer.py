@@ -39,7 +39,7 @@ from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.training_troubles import ended_early
-from polytempo.protocol.values import OptimizerSpec, RoundPlan
+from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
@@ -50,6 +50,7 @@ from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.barrier import Barrier
+from polytempo.sync.directives import Directive
 from polytempo.sync.events import Pushed
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
@@ -348,14 +349,9 @@ class RuleByBallot:
             self._rule.weights = tuple((worker, 1.0) for worker in members)
 
     @property
-    def period(self) -> int:
-        """Local steps in the next block."""
-        return self._rule.period
-
-    @property
-    def plan(self) -> RoundPlan:
-        """The shares of the next round."""
-        return RoundPlan(self._rule.weights, self._rule.since)
+    def directive(self) -> Directive | None:
+        """What it says of the next round."""
+        return self._rule.directive(starts=True)
 
     def seconds(self) -> float:
         """Since this rank's start; those of the first rank that votes are the rule's clock."""
@@ -490,12 +486,8 @@ class CollectiveReducer(Reducer):
             self.client_state.waited += self.waited
 
     @property
-    def period(self) -> int:
-        return self._rule.period if self._rule is not None else super().period
-
-    @property
-    def plan(self) -> RoundPlan | None:
-        return self._rule.plan if self._rule is not None else super().plan
+    def directive(self) -> Directive | None:
+        return self._rule.directive if self._rule is not None else super().directive
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         absent = () if skip else self.gradients()[1]

@@ -13,12 +13,12 @@ sum of these is exact; a worker that is a step further tells what it has then.
 from __future__ import annotations
 
 from polytempo.collectives.tasks import Task
-from polytempo.protocol.values import MixingRow
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.mixing import MixingSum
 from polytempo.reducer.model_message import MessageAllocator, ModelMessage
 from polytempo.reducer.neighbour_links import Sending
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
+from polytempo.sync.directives import Mixing
 from polytempo.transport.buffer_pool import Pool
 
 
@@ -35,7 +35,7 @@ class GossipExchange:
         self._weight = 1.0  # w, likewise
         self._told = ModelMessage(reducer.layout)  # x and w after the last finished step, for others that ask
         self._sum = MixingSum(reducer.copier.next_buffer())
-        self._row: MixingRow | None = reducer.answer.mixing
+        self._row = reducer.row.mixing
         self._sending: Sending = []
         self._models = reducer.share(lambda message: message.fill(self._told.flats, self._told.weight))
         self._gather()
@@ -87,10 +87,10 @@ class GossipExchange:
             change: What the optimizer has changed since the values were sent; None where it was sent with them.
         """
         reducer, row = self._reducer, self._row
-        self._row = reducer.answer.mixing
+        self._row = reducer.row.mixing
         if row is None:
             return  # there is no other worker
-        lost, shares, own = set(reducer.answer.lost), dict(row.receive), reducer.session.rank
+        lost, shares, own = set(reducer.row.lost), dict(row.receive), reducer.session.rank
         self._sum.start()
         for rank in sorted({own, *shares}):
             if rank == own:
@@ -109,7 +109,7 @@ class GossipExchange:
         reducer.weight = self._sum.finish()
         self._load(change)
 
-    def _keep(self, row: MixingRow, lost: set[int]) -> None:
+    def _keep(self, row: Mixing, lost: set[int]) -> None:
         """Add this worker's own part, with the shares that were meant for lost neighbours."""
         if not self._reducer.cast:
             kept = row.keep + sum(share for rank, share in row.send if rank in lost)

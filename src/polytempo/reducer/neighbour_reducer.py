@@ -28,6 +28,7 @@ from polytempo.reducer.neighbour_links import NeighbourLinks
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.session.session import Session
+from polytempo.sync.directives import NextMixing
 from polytempo.transport.buffer_pool import Pool
 
 
@@ -56,6 +57,11 @@ class NeighbourReducer(Reducer):
     def answer(self) -> Answer:
         """What came with the last release."""
         return self.client_state.answer
+
+    @property
+    def row(self) -> NextMixing:
+        """With which workers the step that starts is to be mixed."""
+        return self.directive if isinstance(self.directive, NextMixing) else NextMixing()
 
     def new_message(self) -> ModelMessage:
         """Memory for a message between neighbours."""

@@ -78,7 +78,7 @@ class PairExchange:
 
     def begin(self) -> None:
         """Ask the partner that the last release has named, if it has."""
-        row, step = self._reducer.answer.mixing, self._reducer.step
+        row, step = self._reducer.row.mixing, self._reducer.step
         if row is None:
             return
         partner = row.send[0][0]

@@ -18,7 +18,7 @@ from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
 from polytempo.protocol.optimizer_names import number_of
-from polytempo.protocol.values import OptimizerSpec, RoundPlan
+from polytempo.protocol.values import ClosedRound, OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.group_sums import GroupSums, RoundGroups
 from polytempo.reducer.peer_messages import PeerMessages
@@ -74,9 +74,9 @@ class PeerReducer(Reducer):
     @property
     def last_round(self) -> EndedRound:
         """The round that has ended, as the last answer says."""
-        answer, plan = self.answer, self.answer.plan or RoundPlan()
+        answer, closed = self.answer, self.answer.closed or ClosedRound()
         total = sum(share.weight for share in answer.shares)
-        return EndedRound(self.step, answer.shares, plan.group, plan.divisor or total)
+        return EndedRound(self.step, answer.shares, closed.group, closed.divisor or total)
 
     def new_buffer(self) -> FlatBuffer:
         """Memory for sums or values of all parameters."""

@@ -26,12 +26,13 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.collectives.group import RankGroup
 from polytempo.protocol.layout import Layout
-from polytempo.protocol.values import OptimizerSpec, RoundPlan
+from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import Session
+from polytempo.sync.directives import Directive, NextBlock
 
 #: The hyper-parameters of all parameter groups.
 GroupValues = tuple[dict[str, Any], ...]
@@ -91,14 +92,14 @@ class Reducer(ABC):
         """Wait, as the mode says, for the end of the round that was begun; the result is there then."""
 
     @property
-    def period(self) -> int:
-        """Local steps in the block that starts, as the policy has said; 0 in modes without blocks."""
-        return self.client_state.answer.period
+    def directive(self) -> Directive | None:
+        """What the policy has said of the step that starts, beside that it may."""
+        return self.client_state.answer.directive
 
     @property
-    def plan(self) -> RoundPlan | None:
-        """What the last answer has said of the round that starts, in modes with shares by speed or deadlines."""
-        return self.client_state.answer.plan
+    def period(self) -> int:
+        """Local steps in the block that starts; 0 in modes without blocks."""
+        return self.directive.period if isinstance(self.directive, NextBlock) else 0
 
     @abstractmethod
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.protocol.values import RoundPlan
+from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.sync.directives import NextDeadline
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,14 @@ class RoundOutcome:
     """How a round ended for this worker."""
 
     step: int  #: the round that starts, as the sequencer numbers them
-    plan: RoundPlan  #: of the round that starts: its deadline; and divisor and hyper-parameters of the one that has ended
+    starts: NextDeadline  #: what is said of that round
+    closed: ClosedRound | None  #: and of the one that has ended
     content: Any = None  #: what `install` needs; of no meaning to others
+
+
+def deadline_of(reducer: Reducer) -> NextDeadline:
+    """What the last release has said of the round that starts."""
+    return reducer.directive if isinstance(reducer.directive, NextDeadline) else NextDeadline()
 
 
 class RoundExchange(ABC):
@@ -70,7 +77,7 @@ class RoundExchange(ABC):
             **about: More fields of the `Push` message: `absent`, `computed`, `busy`, `positions`, `nonfinite`, ...
 
         Returns:
-            What the script's thread installs, and the plan of the next round.
+            What the script's thread installs, and the next round.
 
         Raises:
             PolytempoError: The job has ended or this worker was refused; the script's next `step()` raises it.

@@ -15,10 +15,9 @@ import torch
 
 from polytempo.client.background_wait import BackgroundWait
 from polytempo.errors import JobEnded, UsageError
-from polytempo.protocol.values import RoundPlan
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import GroupValues
-from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome, deadline_of
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.server.optimizer_state import as_tensor
 from polytempo.transport.buffer_pool import Pool
@@ -59,7 +58,7 @@ class ServerRounds(RoundExchange):
 
     def _outcome(self) -> RoundOutcome:
         answer = self._server_reducer.client_state.answer
-        return RoundOutcome(self._server_reducer.step, answer.plan or RoundPlan(), answer.version)
+        return RoundOutcome(self._server_reducer.step, deadline_of(self._server_reducer), answer.closed, answer.version)
 
     def _keep(self, parts: dict[int, list[Bytes]]) -> None:
         """Values of an answer, copied: their memory is received into again."""

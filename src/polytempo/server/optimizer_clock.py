@@ -17,7 +17,7 @@ from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.training_troubles import EarlyEnds
-from polytempo.protocol.values import MixingRow, OptimizerSpec, PushId, RoundPlan, UpdatePart
+from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.sync.actions import Apply, Release
@@ -121,7 +121,7 @@ class OptimizerClock:
     _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
-    _last_round: tuple[float, tuple[dict[str, Any], ...], int] = (0.0, (), 0)  # divisor, hyper-parameters, set of workers
+    _closed: ClosedRound | None = None  # the last round, in modes with deadlines
     _groups: dict[tuple[int, ...], int] = field(default_factory=dict)  # numbers of the sets of workers that made rounds
     _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
 
@@ -196,7 +196,7 @@ class OptimizerClock:
             given = [hyper for hyper in hypers if hyper]
             workers = tuple(push.worker for push in action.pushes)
             group = self._groups.setdefault(workers, len(self._groups))
-            self._last_round = action.divisor, tuple(given[0]) if given else (), group
+            self._closed = ClosedRound(action.divisor, tuple(given[0]) if given else (), group)
         update = Update(
             optimizer_id=self.name,
             version=self.version,
@@ -237,7 +237,6 @@ class OptimizerClock:
         """An answer to one of a worker's pushes; given again it says the same of the budget."""
         slot = self.slots[worker]
         release = slot.release or Release(worker, -1, -1)
-        mixing = release.mixing
         return Reply(
             optimizer_id=self.name,
             worker=worker,
@@ -251,17 +250,10 @@ class OptimizerClock:
             staleness=slot.staleness,
             members=tuple(sorted(self.slots)) if self.optimizer_spec.apply == "peers" else (),
             checkpoint=slot.checkpoint,
-            period=release.period,
-            mixing=None if mixing is None else MixingRow(mixing.keep, mixing.send, mixing.receive),
-            lost=release.lost,
-            enters=release.enters,
+            directive=release.directive,
             certain=slot.certain,
-            plan=self._plan_of(release) if self.spec.measured else None,
+            closed=self._closed,
         )
-
-    def _plan_of(self, release: Release) -> RoundPlan:
-        of_release = release.weights, release.since, release.deadline, release.behind, release.catching_up
-        return RoundPlan(*of_release, *self._last_round)
 
     def saving(self, name: str, replies: Iterable[Reply]) -> None:
         """A checkpoint is made: workers whose filters hold something back, or whose scripts have state that belongs to it,

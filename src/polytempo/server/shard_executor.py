@@ -366,13 +366,10 @@ class ShardExecutor:
             checkpoint=entry.checkpoint,
             touched=shard.touched if entry.members else "",
             spread=shard.divergence.mean,
-            period=entry.period,
-            mixing=entry.mixing,
-            lost=entry.lost,
-            enters=entry.enters,
+            directive=entry.directive,
             fence=fence,
             certain=entry.certain,
-            plan=entry.plan,
+            closed=entry.closed,
         )
         if of_rows:
             dense, done = [*dense, *of_rows], self._sent(done, blocks)

@@ -24,7 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from polytempo.errors import PolytempoError, UsageError
-from polytempo.protocol.values import Position, RoundPlan
+from polytempo.protocol.values import Position
+from polytempo.sync.directives import Directive, NextShares
 from polytempo.sync.sample_queue import Range, merged
 from polytempo.sync.shares import ShareWeights
 from polytempo.sync.spec import Spec
@@ -339,15 +340,16 @@ class Dealing:
             self._frozen_by = threading.get_ident()
             return self._last_draw
 
-    def resume(self, plan: RoundPlan | None = None) -> None:
+    def resume(self, told: Directive | None = None) -> None:
         """The answer is here, with new weights maybe."""
         with self._state:
-            if plan is not None and plan.weights and self._last_draw is None:
-                self._table = [((0, 0), plan.weights)]
-                self._numbered = max(self._numbered, plan.since[0] if plan.since else 0)  # it joins others in this pass
-            elif plan is not None and plan.weights and plan.weights != self._table[-1][1]:
+            weights, since = (told.weights, told.since) if isinstance(told, NextShares) else ((), None)
+            if weights and self._last_draw is None:
+                self._table = [((0, 0), weights)]
+                self._numbered = max(self._numbered, since[0] if since else 0)  # it joins others in this pass
+            elif weights and weights != self._table[-1][1]:
                 following = (self._last_draw[0], self._last_draw[1] + 1) if self._last_draw is not None else (0, 0)
-                self._table.append((plan.since or following, plan.weights))
+                self._table.append((since or following, weights))
                 self._forget()
             self._frozen_by = None
             self._state.notify_all()

@@ -32,6 +32,7 @@ from polytempo.simulate.worker import NOT_HELD, DealtTrainer, Worker
 from polytempo.summation import in_order
 from polytempo.sync.actions import Apply, Discard, Hold, Refuse, Release
 from polytempo.sync.anytime import AnytimeSpec, Pace, fits, latest
+from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Pushed
 from polytempo.sync.policy import Policy
 
@@ -136,7 +137,8 @@ class AnytimeEngine(SimulationEngine):
 
     def _release(self, release: Release, now: float) -> None:
         worker, progress = self.workers[release.worker], self._rounds[release.worker]
-        progress.deadline, progress.held = release.deadline, False
+        assert isinstance(release.directive, NextDeadline)
+        progress.deadline, progress.held = release.directive.seconds, False
         super()._release(release, now)
         if worker.busy and self._route is None:
             self._hear(now, worker)

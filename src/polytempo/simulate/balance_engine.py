@@ -20,6 +20,7 @@ from polytempo.simulate.links import Route
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import DealtTrainer, Worker
 from polytempo.sync.actions import Apply, Discard, Refuse, Release
+from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import ShareWeights, cut
@@ -55,8 +56,9 @@ class BalanceEngine(SimulationEngine):
             worker.hiccups, worker.samples = array("d"), 0
 
     def _release(self, release: Release, now: float) -> None:
-        if release.weights and (not self._weights or self._weights[-1][1] != release.weights):
-            self._weights.append((release.since[1] if release.since else release.step, release.weights))
+        told = release.directive
+        if isinstance(told, NextShares) and told.weights and (not self._weights or self._weights[-1][1] != told.weights):
+            self._weights.append((told.since[1] if told.since else release.step, told.weights))
         super()._release(release, now)
 
     def _compute(self, now: float, worker: Worker, step: int, version: int) -> None:

@@ -32,6 +32,7 @@ from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, BlockTrainer, SentBl
 from polytempo.summation import in_order
 from polytempo.sync.actions import Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.corrections import Corrections
+from polytempo.sync.directives import NextBlock
 from polytempo.sync.events import Event, Pushed, Ticked
 from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.policy import Policy
@@ -333,8 +334,8 @@ class BlockEngine(SimulationEngine):
             return
         part = self._states[worker.rank].fragments[self._fragment]
         part.next = step
-        if release.period:
-            self._interval = max(1, release.period // len(self._clocks))
+        if isinstance(release.directive, NextBlock):
+            self._interval = max(1, release.directive.period // len(self._clocks))
         if worker.held_since != NOT_HELD and not self._overlap:
             worker.end_hold(now)
         if self._learner:

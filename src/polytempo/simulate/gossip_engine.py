@@ -17,7 +17,8 @@ from polytempo.simulate.engine import ANSWERED, ARRIVED, LEAVE, SimulationEngine
 from polytempo.simulate.links import PeerRoute, Route
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NO_WEIGHTS, GossipTrainer, Trainer, Worker
-from polytempo.sync.actions import Apply, Mixing, Release
+from polytempo.sync.actions import Apply, Release
+from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.gossip import GossipSpec
 from polytempo.sync.policy import Policy
@@ -42,7 +43,7 @@ class GossipEngine(SimulationEngine):
         super().__init__(cluster, policy, peers, budget, trainer=cast(Trainer | None, trainer), **options)
         self._peers, self._gossip, self._learner = peers, gossip, trainer
         self._rows: list[Mixing] = [ALONE] * len(self.workers)  # of the step each worker is in, or has pushed last
-        self._released: list[Release | None] = [None] * len(self.workers)  # and not answered
+        self._released: list[NextMixing | None] = [None] * len(self.workers)  # and not answered
         self._entering = [False] * len(self.workers)
         self._there: dict[int, dict[int, float]] = {}  # step: worker: when all values sent to it have come
         self._left_at = [0.0] * len(self.workers)  # when the last byte of a worker has left
@@ -107,7 +108,8 @@ class GossipEngine(SimulationEngine):
     # Actions.
 
     def _release(self, release: Release, now: float) -> None:
-        self._released[release.worker] = release
+        assert isinstance(release.directive, NextMixing)
+        self._released[release.worker] = release.directive
         super()._release(release, now)
 
     def _answer(self, route: Route, now: float) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.simulate.datasets import Shards, TensorPair
 from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, Weights, with_merged_buffers
-from polytempo.sync.actions import Mixing
+from polytempo.sync.directives import Mixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.spec import Spec
 

@@ -19,6 +19,7 @@ from polytempo.simulate.links import PeerRoute, Route
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NO_WEIGHTS, GossipTrainer, Trainer, Worker
 from polytempo.sync.actions import Apply, Release
+from polytempo.sync.directives import NextMixing
 from polytempo.sync.events import Event, Left, Pushed
 from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
 from polytempo.sync.policy import Policy
@@ -56,7 +57,7 @@ class PairEngine(SimulationEngine):
         super().__init__(cluster, policy, peers, budget, trainer=cast(Trainer | None, trainer), **options)
         self._peers, self._learner = peers, trainer
         self._states = [PairState(worker.rank) for worker in self.workers]
-        self._released: list[Release | None] = [None] * len(self.workers)
+        self._released: list[NextMixing | None] = [None] * len(self.workers)
         self._askers: dict[int, set[int]] = {}  # of each worker, those that wait for its reply
 
     def _handlers(self) -> tuple[EventHandler, ...]:
@@ -180,7 +181,8 @@ class PairEngine(SimulationEngine):
         self._states[worker.rank] = PairState(worker.rank)
 
     def _release(self, release: Release, now: float) -> None:
-        self._released[release.worker] = release
+        assert isinstance(release.directive, NextMixing)
+        self._released[release.worker] = release.directive
         super()._release(release, now)
 
     def _answer(self, route: Route, now: float) -> None:

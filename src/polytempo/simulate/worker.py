@@ -13,7 +13,7 @@ from typing import Protocol
 
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.dealing import MicroBatch
-from polytempo.sync.actions import Mixing
+from polytempo.sync.directives import Mixing
 from polytempo.sync.events import Pushed
 
 NOT_HELD = -1.0

@@ -32,7 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from polytempo.options import choice, whole_number
-from polytempo.sync.actions import Action, Apply, Hold, Mixing, Release
+from polytempo.sync.actions import Action, Apply, Hold, Release
+from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.gossip import GossipSpec
 from polytempo.sync.mode import Mode
@@ -110,12 +111,11 @@ class PairPolicy(Policy):
     def _release(self, worker: int, step: int) -> Release:
         if worker in self._entering and len(self._entering) == len(self.progress.pushed):
             self._entering.discard(worker)
-        release = Release(worker, step, self.progress.slowest, enters=worker in self._entering)
-        partners = self._partners(worker)
+        mixing, partners = None, self._partners(worker)
         if partners:
             half = ((partners[draw(self.seed, worker, step, len(partners))], 0.5),)
-            release.mixing = Mixing(0.5, half, half)
-        return release
+            mixing = Mixing(0.5, half, half)
+        return Release(worker, step, self.progress.slowest, NextMixing(mixing, (), worker in self._entering))
 
     def _partners(self, worker: int) -> list[int]:
         """The members that a worker may ask in its next step. One without a model may ask any passive one that has it."""

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
 from polytempo.summation import in_order
 from polytempo.sync.barrier import Barrier, RoundRule
+from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.shares import ROUNDS, WorkerSpeeds
@@ -83,6 +84,9 @@ class DeadlineRule(RoundRule):
         self._idle: dict[int, int] = {}  # rounds since a worker has finished a micro-batch
         self._chosen_for = 0.0  # the deadline before it was moved to where micro-batches end
         self._expected = 0.0  # samples in the next round; 0 while unknown
+
+    def directive(self, starts: bool = False, behind: int = 0, catching_up: tuple[int, ...] = ()) -> NextDeadline:
+        return NextDeadline(self.deadline, behind, catching_up)
 
     def divisor(self, pushes: tuple[Pushed, ...]) -> float:
         return 0.0 if self._by_actual else self._expected

@@ -27,6 +27,7 @@ from collections.abc import Collection
 
 from polytempo.options import number, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule
+from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weights_by_speed
@@ -53,6 +54,9 @@ class SharesBySpeed(RoundRule):
         if members and self._ranks() != sorted(members):
             self.weights = tuple((worker, 1.0) for worker in sorted(members))
             self.since = self._drawn = None
+
+    def directive(self, starts: bool = False, behind: int = 0, catching_up: tuple[int, ...] = ()) -> NextShares:
+        return NextShares(self.weights, self.since) if starts or self.changed else NextShares()
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         for push in pushes:

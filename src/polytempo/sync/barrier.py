@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.directives import Directive, NextBlock, NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
@@ -74,6 +75,16 @@ class RoundRule:
     def missed(self, push: Pushed) -> None:
         """This push came after its round had closed, and is discarded."""
 
+    def directive(self, starts: bool = False, behind: int = 0, catching_up: tuple[int, ...] = ()) -> Directive | None:
+        """What a worker is told of the next round.
+
+        Args:
+            starts: Is it new?
+            behind: Rounds that have closed without it.
+            catching_up: The workers without which some have.
+        """
+        return NextBlock(self.period) if self.period else None
+
     def divisor(self, pushes: tuple[Pushed, ...]) -> float:
         """What the weighted sum of these pushes is divided by; 0: the sum of their weights."""
         return 0.0
@@ -86,7 +97,7 @@ def with_data(pushes: tuple[Pushed, ...]) -> tuple[Pushed, ...]:
 
 def said_once(actions: Sequence[Action]) -> list[Action]:
     """The same actions; of several releases with weights, which are the same, all but one repeat them."""
-    told = [action for action in actions if type(action) is Release and action.weights]
+    told = [one for one in actions if type(one) is Release and type(one.directive) is NextShares and one.directive.weights]
     for release in told[1:]:
         release.repeats = True
     return list(actions)
@@ -155,7 +166,7 @@ class Barrier(Policy):
             self.rule.gather(self.members)
         self.rule.start(now)
         self._opened = now
-        return [self._release(worker, step, starts=True)]
+        return [Release(worker, step, self.progress.slowest, self.rule.directive(starts=True))]
 
     def _enter_next(self, worker: int, missed: int, now: float) -> list[Action]:
         """A member whose step is that of the next round waits for it."""
@@ -163,16 +174,6 @@ class Barrier(Policy):
         self.room.enter(worker, self.round + 1)
         held = self._hold(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
         return [held, *self._patience(now)]
-
-    def _release(self, worker: int, step: int, starts: bool = False, catching_up: tuple[int, ...] = ()) -> Release:
-        rule = self.rule
-        release = Release(worker, step, self.progress.slowest, rule.period)
-        if rule.planned:
-            release.deadline = rule.deadline
-            if starts or rule.changed:
-                release.weights, release.since = rule.weights, rule.since
-            release.catching_up = catching_up
-        return release
 
     # Pushes and rounds.
 
@@ -216,14 +217,13 @@ class Barrier(Policy):
         rule.close(pushes, self.members, now)
         released = self.room.admit(lambda step: True)
         if not rule.planned:
-            slowest, period = self.progress.slowest, rule.period
-            return [update, *(Release(worker, step, slowest, period) for worker, step in released)]
+            slowest, directive = self.progress.slowest, rule.directive()
+            return [update, *(Release(worker, step, slowest, directive) for worker, step in released)]
         self._opened, self._overdue_at, self._half = now, math.inf, False
         back = tuple(sorted(worker for worker, missed in following.items() if missed))
-        releases = [self._release(worker, step, worker in following, back) for worker, step in released]
-        for release in releases:
-            release.behind = following.get(release.worker, 0)
-        return [update, *said_once(releases)]
+        slowest = self.progress.slowest
+        told = {worker: rule.directive(worker in following, following.get(worker, 0), back) for worker, _ in released}
+        return [update, *said_once([Release(worker, step, slowest, told[worker]) for worker, step in released])]
 
     # Late pushes, and workers that are overdue.
 
@@ -232,7 +232,7 @@ class Barrier(Policy):
         discard = Discard(worker, push.step, reason)
         if worker not in self._overdue:
             self.progress.move(worker, self.round)
-            return [discard, self._release(worker, self.round)]
+            return [discard, Release(worker, self.round, self.progress.slowest, self.rule.directive())]
         self._overdue.discard(worker)
         self.rule.missed(push)
         self.progress.move(worker, self.round + 1)

@@ -36,6 +36,7 @@ from polytempo.errors import OrderError, SpecError, counted
 from polytempo.options import ArgumentReader, number, whole_number
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Discard, Hold, Release, Wake
 from polytempo.sync.corrections import Corrections
+from polytempo.sync.directives import NextBlock
 from polytempo.sync.events import Pushed
 from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.policy import Policy
@@ -54,6 +55,7 @@ class DecoupledDiloco(Policy):
         if quorum > workers:
             raise SpecError(f"quorum={quorum} needs at least {quorum} workers, got {workers}; use at most quorum={workers}")
         self.period, self.quorum, self.grace = period, quorum, grace
+        self._block = NextBlock(period)
         self.waits = grace == math.inf  #: does a worker wait for the answer to its push?
         self._too_old = Corrections(most=drop)
         self._merges = 0
@@ -143,7 +145,7 @@ class DecoupledDiloco(Policy):
     def _go(self, worker: int, step: int) -> Release:
         """The worker takes the newest values."""
         self._anchor[worker] = self._merges
-        return Release(worker, step, self.progress.slowest, self.period)
+        return Release(worker, step, self.progress.slowest, self._block)
 
     def _hold(self, worker: int, step: int) -> Hold:
         if self.waits:

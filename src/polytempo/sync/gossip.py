@@ -38,7 +38,8 @@ from dataclasses import dataclass
 
 from polytempo.errors import SpecError
 from polytempo.options import choice, switch
-from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Hold, Mixing, Release
+from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Hold, Release
+from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
@@ -160,14 +161,8 @@ class GossipPolicy(Policy):
             if alone or (before is not None and before.brought_a_model_to(worker)):
                 self._entering.discard(worker)
         row = self._graph(step).rows[worker]
-        return Release(
-            worker,
-            step,
-            self.progress.slowest,
-            mixing=row if row.send or row.receive else None,
-            lost=before.lost_to(worker) if before is not None else (),
-            enters=worker in self._entering,
-        )
+        mixing, lost = row if row.send or row.receive else None, before.lost_to(worker) if before is not None else ()
+        return Release(worker, step, self.progress.slowest, NextMixing(mixing, lost, worker in self._entering))
 
     def _graph(self, step: int) -> MixingStep:
         """The graph of a step; the first to be released into it fixes it."""

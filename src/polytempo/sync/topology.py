@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from polytempo.errors import SpecError
-from polytempo.sync.actions import Mixing
+from polytempo.sync.directives import Mixing
 
 Edges = Iterable[tuple[int, int]]
 Members = tuple[int, ...]

@@ -23,6 +23,7 @@ from polytempo.sync.actions import Release
 from polytempo.sync.anytime import ANYTIME
 from polytempo.sync.balance import BALANCE
 from polytempo.sync.barrier import BSP
+from polytempo.sync.directives import NextDeadline, NextShares
 from polytempo.sync.events import Joined, Pushed
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
@@ -177,9 +178,11 @@ class _Rounds:
 
     def _obey(self, actions: Sequence[object]) -> None:
         for action in actions:
-            if isinstance(action, Release):
-                self.weights = action.weights or self.weights
-                self.deadline = action.deadline
+            match action:
+                case Release(directive=NextShares(weights)) if weights:
+                    self.weights = weights
+                case Release(directive=NextDeadline(seconds)):
+                    self.deadline = seconds
 
     def _prediction(self, name: str, shares: tuple[float, ...]) -> ModePrediction:
         joint = self.samples / self.job.microbatches  # joint batches

@@ -146,7 +146,7 @@ class DeadlineUpdate(StepUpdate):
     def stats(self) -> dict[str, Any]:
         with self._turn:
             figures = {"rounds": self._ended, "abandoned": self._abandoned, "late": self._late}
-            return {**figures, "deadline": self._round.plan.deadline}
+            return {**figures, "deadline": self._round.starts.seconds}
 
     # The script's thread.
 
@@ -212,7 +212,7 @@ class DeadlineUpdate(StepUpdate):
 
     def _goes_on(self) -> bool:
         """Is there time for another micro-batch? One that takes longer than a whole round is begun at its start."""
-        deadline = self._round.plan.deadline
+        deadline = self._round.starts.seconds
         if not deadline:
             return self._sum.taken < self._spec.micro
         elapsed, pace = self._clock.now() - self._opened, self._pace.seconds
@@ -311,7 +311,7 @@ class DeadlineUpdate(StepUpdate):
         return True
 
     def _ends_at(self) -> float | None:
-        deadline = self._round.plan.deadline
+        deadline = self._round.starts.seconds
         return self._opened + latest(deadline) if deadline else None
 
     def _is_over(self) -> bool:

@@ -29,13 +29,14 @@ from typing import Any
 import torch
 
 from polytempo.errors import PeerError
-from polytempo.protocol.values import RoundPlan
+from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import GroupValues
-from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome, deadline_of
 from polytempo.reducer.round_sums import EndedRound
+from polytempo.sync.directives import NextDeadline
 from polytempo.train.broadcast_state import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode_for_all
 from polytempo.train.update import Wrapped, step_unwrapped
@@ -89,7 +90,7 @@ class PeerRounds(RoundExchange):
         return len(self._pending) < KEPT
 
     def first(self) -> RoundOutcome:
-        return RoundOutcome(self.reducer.step, self.reducer.answer.plan or RoundPlan())
+        return RoundOutcome(self.reducer.step, deadline_of(self.reducer), None)
 
     def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
         return self.reducer.new_buffer(), self.reducer.new_buffer()
@@ -105,20 +106,20 @@ class PeerRounds(RoundExchange):
         about |= {"samples": samples, "count": count}
         while True:
             self.reducer.push(total, hyper, **about)
-            plan = self.reducer.answer.plan or RoundPlan()
+            starts = deadline_of(self.reducer)
             try:
-                content = self._end(plan, bool(about.get("busy")))
+                content = self._end(starts, bool(about.get("busy")))
                 break
             except (
                 MissedRound
             ):  # the next round has closed without it, too: it reports that, without samples, and catches up
                 total, about = None, {"samples": 0.0, "count": 0, "busy": about.get("busy", False)}
         self.reducer.took(time.perf_counter() - began)
-        return RoundOutcome(self.reducer.step, plan, content)
+        return RoundOutcome(self.reducer.step, starts, self.reducer.answer.closed, content)
 
-    def _end(self, plan: RoundPlan, busy: bool) -> RoundMean | HandedState | None:
+    def _end(self, starts: NextDeadline, busy: bool) -> RoundMean | HandedState | None:
         """A round has ended: its mean, or what this worker gets to catch up."""
-        closed, behind = self.reducer.last_round, plan.catching_up
+        closed, behind = self.reducer.last_round, starts.catching_up
         if self._rank not in (*closed.ranks, *behind):
             raise PeerError(
                 f"rank {self._rank} has not heard how its round ended, and the last was made by ranks {closed.ranks} "
@@ -151,7 +152,7 @@ class PeerRounds(RoundExchange):
         if self.reducer.sums.remade:
             self.reducer.sums.remade, self._touched = False, self._touched or "values"
         gradient.absent = answer.absent
-        return RoundMean(gradient, (answer.plan or RoundPlan()).hyper)
+        return RoundMean(gradient, (answer.closed or ClosedRound()).hyper)
 
     def _new_mean(self) -> GradientMean:
         with self._installing:

@@ -107,7 +107,7 @@ class ShareUpdate(StepUpdate):
         self._positions: list[Position] = []  # of the micro-batches in the sum
         self._about: dict[str, Any] = {}  # what they took
         if deals:
-            self._dealing.resume(reducer.plan if reducer is not None else None)
+            self._dealing.resume(reducer.directive if reducer is not None else None)
         if spec.micro and reducer is not None:
             reducer.set_sending(False)
         elif deals and reducer is not None:
@@ -159,10 +159,10 @@ class ShareUpdate(StepUpdate):
         return self._push(request)
 
     def _push(self, request: StepRequest) -> Any:
-        plan, request.about["drawn"] = None, self._dealing.freeze()
+        directive, request.about["drawn"] = None, self._dealing.freeze()
         try:
             result = self._update.step(request)
-            plan = self._reducer.plan if self._reducer is not None else None
+            directive = self._reducer.directive if self._reducer is not None else None
         except PolytempoError as error:
             if self._spec.micro and DIFFER in str(error):
                 raise UsageError(
@@ -171,7 +171,7 @@ class ShareUpdate(StepUpdate):
                 ) from error
             raise
         finally:
-            self._dealing.resume(plan)
+            self._dealing.resume(directive)
         return result
 
     def _why_not_dealt(self) -> str:
