@@ -20,9 +20,10 @@ from polytempo.records.replay import replay
 from polytempo.sync.actions import Action, Apply, Release
 from polytempo.sync.adacomm import LossPeriod, mean_loss, next_period
 from polytempo.sync.barrier import Barrier
+from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.events import Pushed
-from polytempo.sync.local_sgd import Averaging, FixedPeriod
+from polytempo.sync.local_sgd import FixedPeriod
 from polytempo.sync.spec import parse_spec
 
 moderately = settings(max_examples=100, deadline=None, derandomize=True, database=None)

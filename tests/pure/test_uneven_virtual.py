@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
-from polytempo.simulate.anytime_engine import MicroBatchTimes
 from polytempo.simulate.cluster import Cluster, Crash, Hiccup, Hosts, Link, Stall
 from polytempo.simulate.dealing import EpochDealer, EpochRange
 from polytempo.simulate.description import cluster_from_record, random_cluster
@@ -119,7 +118,8 @@ def test_micro_batches_take_the_time_of_steps_and_have_their_stalls() -> None:
     """A thousand steps of one rank: as whole steps, and cut into eight."""
     cluster = Cluster(workers=1, batch=64, step_time=Lognormal(1.0, 0.3), hiccup=Hiccup(0.1, 10.0))
     whole, cut = Worker(cluster, 0, seed=5), Worker(cluster, 0, seed=5)
-    times = MicroBatchTimes(cut, 8)
+    cut.load(1, deals=True, micro=8)
+    times = cut.cargo.times
     stalled = Counter[int]()
     for _ in range(1000):
         if not whole.step_times:

@@ -124,7 +124,7 @@ def test_nothing_is_kept_that_nobody_needs(sync: str, monkeypatch: pytest.Monkey
 
     begin = VirtualLocalTrainer.begin
     monkeypatch.setattr(Replica, "settle", watch)
-    monkeypatch.setattr(VirtualLocalTrainer, "begin", lambda self, worker: (trainees.append(self), begin(self, worker)))
+    monkeypatch.setattr(VirtualLocalTrainer, "begin", lambda self, *given: (trainees.append(self), begin(self, *given)))
     task = digits()
     run = train_virtually(task.model, task.data, task.loss, sync=sync, cluster=EVENTFUL, optimizer=SGD, steps_each=40)
     assert 0 < longest[0] <= 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from polytempo.simulate.dealt_trainer import VirtualDealtTrainer
 from polytempo.simulate.durations import Lognormal, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_training import train_virtually
-from polytempo.sync.events import Pushed
+from polytempo.sync.actions import Apply
 from polytempo.sync.spec import parse_spec
 
 SEED = 3
@@ -60,13 +60,11 @@ class Watched(VirtualDealtTrainer):
         super().__init__(model, train, shards, cross_entropy, sgd, parse_spec(sync))
         self.rounds: list[tuple[list[MicroBatch], float]] = []
 
-    def apply_dealt(
-        self, pushes: tuple[Pushed, ...], made_of: list[list[MicroBatch]], versions: list[int], rate: float, divisor: float
-    ) -> None:
+    def apply(self, apply: Apply, versions: Sequence[int], contents: Sequence[list[MicroBatch]], part: int) -> None:
         newest = self.versions.newest
-        batches = [batch._replace(version=batch.version if batch.late else newest) for part in made_of for batch in part]
-        self.rounds.append((batches, divisor))
-        super().apply_dealt(pushes, made_of, versions, rate, divisor)
+        batches = [batch._replace(version=batch.version if batch.late else newest) for one in contents for batch in one]
+        self.rounds.append((batches, apply.divisor))
+        super().apply(apply, versions, contents, part)
 
 
 def trained(sync: str, cluster: Cluster, rounds: int = 45, one_pass: bool = False) -> tuple[Watched, nn.Module, TensorPair]:

@@ -15,9 +15,9 @@ Fragments are those of a live job (`optim/fragments.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.outer_step import OuterRule, OuterStep
 from polytempo.simulate.datasets import Shards, TensorPair
 from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, Weights, with_merged_buffers
-from polytempo.simulate.worker import SentBlock
+from polytempo.simulate.trainer import Trainer
+from polytempo.sync.actions import Apply
 from polytempo.sync.spec import Spec
 
 #: Optimizer state of some parameters: for each, names and tensors.
@@ -63,15 +64,15 @@ class Learner:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
-class VirtualBlockTrainer:
+class VirtualBlockTrainer(Trainer):
     """Real training beside a simulated run of a mode whose workers average their models."""
 
     def __init__(
         self, model: nn.Module, train: TensorPair, shards: Shards, loss: LossFn, make_optimizer: OptimizerFactory, spec: Spec
     ) -> None:
+        super().__init__()
         assert spec.averaging is not None
         self.master = copy.deepcopy(model).train()
-        self.observers: list[Callable[[float], None]] = []
         self._train, self._shards, self._loss, self._make_optimizer = train, shards, loss, make_optimizer
         self._averaging = spec.averaging
         self._initial = copy.deepcopy(model).train()  # its buffers are those of a joiner
@@ -99,16 +100,7 @@ class VirtualBlockTrainer:
 
     # Called by the engine.
 
-    def drop(self, version: int) -> None:
-        """Versions have no readers here."""
-
-    def observe(self, now: float) -> None:
-        """Call the observers, which evaluate the master."""
-        for observer in self.observers:
-            observer(now)
-
-    def begin(self, worker: int) -> None:
-        """A worker is given the newest values."""
+    def begin(self, worker: int, empty: bool = False) -> None:
         learner = Learner(copy.deepcopy(self._initial), self._make_optimizer, len(self._fragments))
         with torch.no_grad():
             for own, value in zip(learner.parameters, self._parameters, strict=True):
@@ -119,14 +111,12 @@ class VirtualBlockTrainer:
             self._buffers[worker] = buffers
 
     def end(self, worker: int, finished: bool) -> None:
-        """A worker has left."""
         self._learners.pop(worker, None)
 
-    def step(self, worker: int, step: int) -> None:
-        """A local step."""
+    def step(self, worker: int, number: int) -> None:
         learner = self._learners[worker]
         inputs, targets = self._train
-        index = self._shards.batch(worker, step)
+        index = self._shards.batch(worker, number)
         learner.optimizer.zero_grad(set_to_none=True)
         loss: torch.Tensor = self._loss(learner.model(inputs[index]), targets[index])
         loss.backward()
@@ -136,7 +126,6 @@ class VirtualBlockTrainer:
             losses.append(float(loss.detach()))
 
     def send(self, worker: int, fragment: int) -> ModelBlock:
-        """A fragment of a worker's model is sent, as it is now."""
         learner, members = self._learners[worker], self._fragments[fragment]
         own = [learner.parameters[index].detach().clone() for index in members]
         values = own
@@ -148,9 +137,9 @@ class VirtualBlockTrainer:
         state = self._state_of(learner, members) if self._averaging.state == "mean" else []
         return ModelBlock(values, state, learner.rates, loss, learner.rates[0])
 
-    def merge(self, fragment: int, blocks: Sequence[SentBlock], weights: tuple[float, ...]) -> None:
-        """Make the next values of a fragment from these."""
-        given = [cast(ModelBlock, block) for block in blocks]
+    def apply(self, apply: Apply, versions: Sequence[int], contents: Sequence[ModelBlock], part: int) -> None:
+        given, fragment = contents, part
+        weights = apply.weights or tuple(push.samples for push in apply.pushes)
         total = sum(weights)
         if not total > 0:  # workers that finish have sent nothing new
             return
@@ -173,11 +162,9 @@ class VirtualBlockTrainer:
         self.spread.look()
 
     def fetch(self, worker: int, fragment: int) -> None:
-        """The newest values of a fragment are sent to a worker."""
         self._learners[worker].fetched[fragment] = self._newest[fragment], self._states[fragment], self._merges[fragment]
 
     def install(self, worker: int, fragment: int) -> None:
-        """They have arrived."""
         learner, members = self._learners[worker], self._fragments[fragment]
         values, state, merges = learner.fetched[fragment]
         if merges > self._shown[fragment][0]:
@@ -194,7 +181,7 @@ class VirtualBlockTrainer:
             self._treat_state(learner, members, state)
 
     def close(self) -> None:
-        """The run has ended: what was merged last is the model."""
+        # What was merged last is the model.
         self._shown = list(zip(self._merges, self._newest, strict=True))
 
     def evaluable(self) -> nn.Module:

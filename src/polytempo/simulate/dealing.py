@@ -7,11 +7,9 @@ last batch of an epoch may be short.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from polytempo.sync.events import Pushed
 from polytempo.sync.sample_queue import SampleQueue
 
 #: Epoch, and places in its order from start to stop, without stop.
@@ -68,15 +66,14 @@ class EpochDealer:
 
 
 class DealtSamples:
-    """What each push is made of, until it is applied or dropped. Without data only numbers of samples are dealt.
+    """The samples of a job. Without data only numbers of samples are dealt.
 
     Args:
-        length: The number of training samples; None: no data.
+        length: The number of training samples; 0 or None: no data.
     """
 
     def __init__(self, length: int | None) -> None:
-        self._dealer = None if length is None else EpochDealer(length)
-        self._pushed: dict[tuple[int, int], deque[list[MicroBatch]]] = {}
+        self._dealer = EpochDealer(length) if length else None
 
     def left(self, wanted: int) -> int:
         """How many of the wanted samples can be taken at once."""
@@ -95,30 +92,8 @@ class DealtSamples:
             for batch in made_of:
                 self._dealer.give_back(worker, batch.places)
 
-    def pushed(self, worker: int, step: int, made_of: list[MicroBatch]) -> None:
-        """A push has arrived."""
-        self._pushed.setdefault((worker, step), deque()).append(made_of)
-
-    def applied(self, pushes: Iterable[Pushed]) -> list[list[MicroBatch]]:
-        """What these pushes were made of; they are applied."""
-        parts = []
-        for push in pushes:
-            parts.append(self._pop(push.worker, push.step, last=False))
-            if self._dealer is not None:
-                for batch in parts[-1]:
-                    self._dealer.finish(push.worker, batch.places)
-        return parts
-
-    def dropped(self, worker: int, step: int) -> list[MicroBatch]:
-        """The push that arrived last is not applied: what it was made of is dealt out again."""
-        made_of = self._pop(worker, step, last=True)
-        self.give_back(worker, made_of)
-        return made_of
-
-    def _pop(self, worker: int, step: int, last: bool) -> list[MicroBatch]:
-        """A worker that has come back may push a step a second time, before the first is applied."""
-        waiting = self._pushed[worker, step]
-        made_of = waiting.pop() if last else waiting.popleft()
-        if not waiting:
-            del self._pushed[worker, step]
-        return made_of
+    def finish(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
+        """An update was made of these."""
+        if self._dealer is not None:
+            for batch in made_of:
+                self._dealer.finish(worker, batch.places)

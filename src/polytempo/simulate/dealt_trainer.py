@@ -11,11 +11,13 @@ epoch that fills no joint batch; here it is a short one).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from polytempo.simulate.dealing import MicroBatch
 from polytempo.simulate.gradient_trainer import Gradient, VirtualTrainer, add_weighted
-from polytempo.sync.events import Pushed
+from polytempo.sync.actions import Apply
 
 
 class VirtualDealtTrainer(VirtualTrainer):
@@ -26,14 +28,11 @@ class VirtualDealtTrainer(VirtualTrainer):
     one_pass = False
 
     @property
-    def length(self) -> int:
-        """The number of training samples."""
+    def length(self) -> int:  # type: ignore[override]
         return len(self._train[0])
 
-    def apply_dealt(
-        self, pushes: tuple[Pushed, ...], made_of: list[list[MicroBatch]], versions: list[int], rate: float, divisor: float
-    ) -> None:
-        """Make one update of these micro-batches."""
+    def apply(self, apply: Apply, versions: Sequence[int], contents: Sequence[list[MicroBatch]], part: int) -> None:
+        pushes, made_of, rate, divisor = apply.pushes, contents, apply.rate, apply.divisor
         total = divisor or sum(batch.samples for batches in made_of for batch in batches)
         mean: Gradient = [None] * len(self._parameters)
         for push, batches, version in zip(pushes, made_of, versions, strict=True):

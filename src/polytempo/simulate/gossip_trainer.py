@@ -9,7 +9,7 @@ the merged buffers of all workers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from torch import nn
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.simulate.datasets import Shards, TensorPair
 from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, Weights, with_merged_buffers
+from polytempo.simulate.trainer import Trainer
+from polytempo.sync.actions import Apply
 from polytempo.sync.directives import Mixing
-from polytempo.sync.events import Pushed
 from polytempo.sync.spec import Spec
 
 
@@ -40,14 +41,14 @@ class MixingModel:
         self.changed = True
 
 
-class VirtualGossipTrainer:
+class VirtualGossipTrainer(Trainer):
     """Real training beside a simulated run of a mode whose workers mix their models."""
 
     def __init__(
         self, model: nn.Module, train: TensorPair, shards: Shards, loss: LossFn, make_optimizer: OptimizerFactory, spec: Spec
     ) -> None:
+        super().__init__()
         self.master = copy.deepcopy(model).train()
-        self.observers: list[Callable[[float], None]] = []
         self._initial = copy.deepcopy(model).train()
         self._train, self._shards, self._loss, self._make_optimizer = train, shards, loss, make_optimizer
         self._parameters = [p for p in self.master.parameters() if p.requires_grad]
@@ -58,66 +59,46 @@ class VirtualGossipTrainer:
 
     # Called by the engine.
 
-    def keep(self, version: int) -> None:
-        """There are no versions."""
-
-    def drop(self, version: int) -> None:
-        """There are no versions."""
-
-    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
-        """A push has come."""
+    def apply(self, apply: Apply, versions: Sequence[int], contents: Sequence[None], part: int) -> None:
         self.spread.look()
 
-    def lose(self, worker: int, step: int, version: int) -> None:
-        """There are no versions."""
-
-    def observe(self, now: float) -> None:
-        """Call the observers, which evaluate the mean of all models."""
-        for observer in self.observers:
-            observer(now)
-
-    def begin(self, worker: int, empty: bool) -> None:
-        """A worker starts, with the initial values, or with nothing."""
+    def begin(self, worker: int, empty: bool = False) -> None:
+        if worker in self._models and self._models[worker].weight > 0:  # others have sent it one meanwhile
+            return
         self._models[worker] = MixingModel(copy.deepcopy(self._initial), self._make_optimizer, 0.0 if empty else 1.0)
 
-    def has_model(self, worker: int) -> bool:
-        """Has a worker any weight?"""
-        return self._models[worker].weight > 0
-
     def end(self, worker: int, finished: bool) -> None:
-        """A worker has left."""
         gone = self._models.pop(worker, None)
         if finished and gone is not None:
             self._finished[worker] = gone
 
-    def step(self, worker: int, step: int) -> None:
-        """A local step on a snapshot of the worker's values."""
+    def snapshot(self, worker: int) -> None:
         one = self._models[worker]
         one.snapshot, one.changed = one.values, False
+
+    def step(self, worker: int, number: int) -> None:
+        one = self._models[worker]
         with torch.no_grad():
-            for parameter, value in zip(one.parameters, one.values, strict=True):
+            for parameter, value in zip(one.parameters, one.snapshot, strict=True):
                 parameter.copy_(value)
         inputs, targets = self._train
-        index = self._shards.batch(worker, step)
+        index = self._shards.batch(worker, number)
         one.optimizer.zero_grad(set_to_none=True)
         loss: torch.Tensor = self._loss(one.model(inputs[index]), targets[index])
         loss.backward()
         self.spread.take(worker, [p.grad for p in one.parameters], one.parameters)
         one.optimizer.step()
 
-    def finish(self, worker: int) -> None:
-        """The step is added to the worker's values."""
+    def add_step(self, worker: int) -> None:
         one = self._models[worker]
         new = [p.detach().clone() for p in one.parameters]
         one.values = _plus_change(one.values, new, one.snapshot) if one.changed else new
 
-    def send(self, worker: int, step: int) -> None:
-        """A worker sends its values."""
+    def send_model(self, worker: int, step: int) -> None:
         one = self._models[worker]
         self._sent.setdefault(step, {})[worker] = one.values, one.weight
 
     def mix(self, worker: int, step: int, mixing: Mixing, lost: tuple[int, ...]) -> None:
-        """What the in-neighbours sent in this step has come; shares for lost ones stay here."""
         if not mixing.send and not mixing.receive:
             return
         one, sent = self._models[worker], self._sent.get(step, {})
@@ -138,11 +119,9 @@ class VirtualGossipTrainer:
         one.weight = weight
 
     def forget(self, step: int) -> None:
-        """Nothing that was sent in this step is needed any more."""
         self._sent.pop(step, None)
 
     def average(self, asker: int, answerer: int) -> None:
-        """Two workers take the mean of both."""
         a, b = self._models[asker], self._models[answerer]
         weight = a.weight + b.weight
         mean = [(x * a.weight + y * b.weight) / weight for x, y in zip(a.values, b.values, strict=True)]

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,9 @@ from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.norm_statistics import merged
 from polytempo.simulate.datasets import Shards, TensorPair
+from polytempo.simulate.trainer import Trainer
 from polytempo.simulate.virtual_momentum import VirtualMomentum
+from polytempo.sync.actions import Apply
 from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.events import Pushed
 from polytempo.sync.momentum import BARE, MomentumForm
@@ -97,12 +100,13 @@ def optimizer_for(spec: Spec, given: torch.optim.Optimizer) -> torch.optim.Optim
     return given
 
 
-class VirtualTrainer:
+class VirtualTrainer(Trainer):
     """Real training beside a simulated run."""
 
     def __init__(
         self, model: nn.Module, train: TensorPair, shards: Shards, loss: LossFn, make_optimizer: OptimizerFactory, spec: Spec
     ) -> None:
+        super().__init__()
         self.master = copy.deepcopy(model).train()
         self._worker = copy.deepcopy(model).train()
         self._train, self._shards, self._loss = train, shards, loss
@@ -121,44 +125,34 @@ class VirtualTrainer:
         self.versions = WeightHistory(list(self._parameters))
         self._loaded = -1  # the version in the worker's model
         self._buffers: dict[int, list[torch.Tensor]] = {}
-        self.observers: list[Callable[[float], None]] = []
 
     # Called by the engine.
 
     def keep(self, version: int) -> None:
-        """One reader of a version more."""
         self.versions.keep(version)
 
     def drop(self, version: int) -> None:
-        """One reader of a version less."""
         self.versions.drop(version)
 
     def lose(self, worker: int, step: int, version: int) -> None:
-        """A push is not applied."""
         if self._momentum is not None:
             self._momentum.settle(worker, self._pushed(worker, step, version), self.versions.newest)
         self.drop(version)
 
     def end(self, worker: int, finished: bool) -> None:
-        """A worker has left."""
         if self._momentum is not None:
             self._momentum.end(worker)
 
-    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
-        """Make one update of these pushes."""
+    def apply(self, apply: Apply, versions: Sequence[int], contents: Sequence[Any], part: int) -> None:
+        pushes = apply.pushes
         gradient = self._mean(pushes, versions)
         if self._corrections.compensation:  # modes with corrections apply single pushes
             gradient = self._compensated(gradient, self.versions.read(versions[0]))
         for version in versions:
             self.versions.drop(version)
-        self._update(gradient, [self.versions.newest - version for version in versions], rate)
+        self._update(gradient, [self.versions.newest - version for version in versions], apply.rate)
         if self._momentum is not None:
             self._momentum.settle(pushes[0].worker, gradient, self.versions.newest)
-
-    def observe(self, now: float) -> None:
-        """Call the observers, which evaluate the master."""
-        for observer in self.observers:
-            observer(now)
 
     # One update.
 
@@ -179,7 +173,7 @@ class VirtualTrainer:
         now = [parameter.detach() for parameter in self._parameters]
         return compensated(gradient, now, read, how.strength, how.adaptive, how.memory, self._squares)
 
-    def _mean(self, pushes: tuple[Pushed, ...], versions: list[int]) -> Gradient:
+    def _mean(self, pushes: tuple[Pushed, ...], versions: Sequence[int]) -> Gradient:
         total = sum(push.samples for push in pushes)
         mean: Gradient = [None] * len(self._parameters)
         for push, version in zip(pushes, versions, strict=True):

@@ -140,12 +140,9 @@ class PeerRoute:
 
 
 def make_route(cluster: Cluster, via: str) -> Route | None:
-    """The route for `via` ("ps" or the name of an all-reduce), or None when nothing takes time on the way."""
-    return make_server_route(cluster) if via == "ps" else AllReduceRoute(cluster, via)
-
-
-def make_server_route(cluster: Cluster) -> ServerRoute | None:
-    """The route to the servers, or None when nothing takes time on the way."""
+    """The route for `via` ("ps", "peers" or the name of an all-reduce), or None when nothing takes time on the way."""
+    if via != "ps":
+        return PeerRoute(cluster) if via == "peers" else AllReduceRoute(cluster, via)
     latencies = [cluster.link.latency, *(link.latency for link in cluster.links.values())]
     limits = [cluster.link.bandwidth, cluster.servers.bandwidth, cluster.servers.update_rate]
     limits += [link.bandwidth for link in cluster.links.values()]

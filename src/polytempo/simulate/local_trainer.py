@@ -11,12 +11,13 @@ compensate, even where local steps and the master's rule differ.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from torch import nn
 
 from polytempo.simulate.datasets import Shards, TensorPair
 from polytempo.simulate.gradient_trainer import Gradient, LossFn, OptimizerFactory, VirtualTrainer, Weights
-from polytempo.sync.events import Pushed
+from polytempo.sync.actions import Apply
 from polytempo.sync.spec import Spec
 
 
@@ -64,17 +65,15 @@ class VirtualLocalTrainer(VirtualTrainer):
     def drop(self, version: int) -> None:
         """Versions have no readers here."""
 
-    def begin(self, worker: int) -> None:
-        """A worker is given the newest weights."""
-        self._replicas[worker] = Replica(self._snapshot())
+    def begin(self, worker: int, empty: bool = False) -> None:
+        if worker not in self._replicas:
+            self._replicas[worker] = Replica(self._snapshot())
 
-    def fetch(self, worker: int) -> None:
-        """A worker requests the newest weights."""
+    def fetch(self, worker: int, part: int) -> None:
         replica = self._replicas[worker]
         replica.fetched = self._snapshot(), replica.settled
 
-    def install(self, worker: int) -> None:
-        """The fetched weights have arrived."""
+    def install(self, worker: int, part: int) -> None:
         replica = self._replicas[worker]
         assert replica.fetched is not None
         replica.weights = replica.fetched[0]
@@ -83,19 +82,17 @@ class VirtualLocalTrainer(VirtualTrainer):
         replica.fetched = None
         replica.forget()
 
-    def step(self, worker: int, step: int) -> None:
-        """A local step."""
+    def step(self, worker: int, number: int) -> None:
         replica = self._replicas[worker]
         self._load_values(replica.weights)
-        gradient = self._gradient(worker, step)
+        gradient = self._gradient(worker, number)
         if not replica.pending and self._corrections.compensation:
             replica.read = [value.clone() for value in replica.weights]
         self._walk(replica.weights, gradient)
         replica.steps.append(gradient)
         replica.pending.append(gradient)
 
-    def send(self, worker: int) -> None:
-        """The gradients since the last push are in flight."""
+    def send(self, worker: int, part: int) -> None:
         replica = self._replicas[worker]
         replica.sent.append((replica.pending, replica.read))
         replica.pending = []
@@ -109,14 +106,13 @@ class VirtualLocalTrainer(VirtualTrainer):
         """A worker has left."""
         self._replicas.pop(worker, None)
 
-    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
-        """Make one update of a push: the sum of its gradients."""
-        replica = self._replicas[pushes[0].worker]
+    def apply(self, apply: Apply, versions: Sequence[int], contents: Sequence[None], part: int) -> None:
+        replica = self._replicas[apply.pushes[0].worker]
         gradients, read = replica.sent.popleft()
         gradient, staleness = _sum(gradients), self.versions.newest - versions[0]
         if self._corrections.compensation:
             gradient = self._compensated(gradient, read if staleness else list(self._parameters))
-        self._update(gradient, [staleness], rate)
+        self._update(gradient, [staleness], apply.rate)
         replica.settle(len(gradients))
 
     def _snapshot(self) -> Weights:

@@ -14,7 +14,6 @@ from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.worker import Worker
 from polytempo.summation import in_order
-from polytempo.sync.actions import Apply
 from polytempo.sync.spec import parse_spec
 from polytempo.version import VERSION
 
@@ -45,14 +44,14 @@ class BudgetUse:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self.steps = 0
+        self._steps = 0
         self.samples = 0.0
 
-    def charge(self, apply: Apply) -> bool:
-        """Count the pushes of an update; true when the budget is used up."""
-        self.steps += len(apply.pushes)
-        self.samples += sum(push.samples for push in apply.pushes)
-        return self.steps >= self._budget.steps or self.samples >= self._budget.samples
+    def charge(self, steps: int, samples: float, parts: int = 1) -> bool:
+        """Count the steps and samples of an update, of one of the model's parts; true when the budget is used up."""
+        self._steps += steps
+        self.samples += samples / parts
+        return self._steps // parts >= self._budget.steps or self.samples >= self._budget.samples
 
 
 @dataclass(frozen=True)

@@ -9,30 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from polytempo.errors import SpecError, UsageError, nearest
 from polytempo.records.lines import RecordLine
-from polytempo.simulate.anytime_engine import AnytimeEngine
-from polytempo.simulate.balance_engine import BalanceEngine
-from polytempo.simulate.block_engine import BlockEngine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
-from polytempo.simulate.engine import SimulationEngine
-from polytempo.simulate.gossip_engine import GossipEngine
-from polytempo.simulate.links import PeerRoute, make_route, make_server_route
-from polytempo.simulate.local_engine import LocalEngine
+from polytempo.simulate.engine import Engine
+from polytempo.simulate.links import make_route
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
-from polytempo.simulate.pair_engine import PairEngine
-from polytempo.simulate.worker import BlockTrainer, DealtTrainer, GossipTrainer, LocalTrainer, Trainer
+from polytempo.simulate.trainer import Trainer
 from polytempo.summation import in_order
-from polytempo.sync.corrections import NOTHING
 from polytempo.sync.spec import Spec, parse_spec
 
 #: How gradients may travel in a simulation.
 VIAS = ("auto", "ps", "allreduce", *ALGORITHMS, "peers")
-
-AnyTrainer = Trainer | BlockTrainer | GossipTrainer
 
 
 def simulate_job(
@@ -42,7 +33,7 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[RecordLine], None] | None = None,
-    trainer: AnyTrainer | None = None,
+    trainer: Trainer | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     figures: bool = False,
@@ -79,10 +70,11 @@ def simulate_job(
     """
     spec = parse_spec(sync)
     way = resolve_via(spec, via, cluster)
-    engine = _engine(
-        spec,
+    part = replace(cluster, model_bytes=cluster.model_bytes / spec.machine(0).parts)  # a message holds a fragment
+    engine = Engine(
         cluster,
-        way,
+        spec,
+        make_route(part, way),
         Budget(**budget),
         trainer,
         seed=seed,
@@ -90,35 +82,9 @@ def simulate_job(
         observe_every=observe_every,
         progress=progress,
         figures=figures,
-        corrections=spec.corrections if spec.averaging is None else NOTHING,
     )
     engine.run()
-    parts = spec.averaging.fragments if spec.averaging else 1
-    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, cluster.model_bytes / parts)
-
-
-def _engine(
-    spec: Spec, cluster: Cluster, way: str, budget: Budget, trainer: AnyTrainer | None, **options: Any
-) -> SimulationEngine:
-    policy, local, averaging = spec.policy(cluster.workers), spec.local, spec.averaging
-    if averaging is not None:
-        policies = [policy, *(spec.policy(cluster.workers) for _ in range(averaging.fragments - 1))]
-        route = make_route(replace(cluster, model_bytes=cluster.model_bytes / len(policies)), way)
-        return BlockEngine(cluster, policies, route, budget, averaging, cast(BlockTrainer | None, trainer), **options)
-    if spec.gossip is not None:
-        mixer, peers = cast(GossipTrainer | None, trainer), PeerRoute(cluster)
-        if spec.gossip.asynchronous:
-            return PairEngine(cluster, policy, peers, budget, mixer, **options)
-        return GossipEngine(cluster, policy, peers, budget, spec.gossip, mixer, **options)
-    if spec.measured:
-        dealt, route = cast(DealtTrainer | None, trainer), make_route(cluster, way)
-        if spec.anytime is not None:
-            return AnytimeEngine(cluster, policy, route, budget, spec.anytime, dealt, **options)
-        return BalanceEngine(cluster, policy, route, budget, spec.micro, dealt, **options)
-    if local is None:
-        gradients = cast(Trainer | None, trainer)
-        return SimulationEngine(cluster, policy, make_route(cluster, way), budget, trainer=gradients, **options)
-    return LocalEngine(cluster, policy, make_server_route(cluster), budget, local, cast(LocalTrainer, trainer), **options)
+    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, part.model_bytes)
 
 
 def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:

@@ -1,20 +1,13 @@
-"""One simulated worker: its activity and its totals; and the interface of a trainer beside the run.
-
-A worker is one small object, for the engine's speed. A `Trainer` computes real gradients beside a simulated run; versions
-of the weights are numbered 0, 1, 2, ... by update.
-"""
+"""One simulated worker: its machine, its activity and its totals. It is one small object, for the engine's speed."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from random import Random
-from typing import Protocol
+from typing import Any
 
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.dealing import MicroBatch
-from polytempo.sync.directives import Mixing
-from polytempo.sync.events import Pushed
 
 NOT_HELD = -1.0
 NO_WEIGHTS = -1
@@ -28,9 +21,9 @@ class Worker:
 
     __slots__ = (
         "alive",
-        "allowed",
         "batch",
         "busy",
+        "cargo",
         "cluster",
         "communicating",
         "discarded",
@@ -38,17 +31,19 @@ class Worker:
         "exchanged",
         "fixed",
         "flying",
+        "held",
         "held_for",
         "held_since",
         "hiccups",
         "joined_at",
         "leaving",
+        "left_at",
         "life",
+        "machine",
         "messages",
-        "next_step",
         "present",
         "rank",
-        "resuming",
+        "reading",
         "samples",
         "seed",
         "since",
@@ -64,6 +59,9 @@ class Worker:
         "weights",
     )
 
+    machine: Any  #: of its mode: the engine asks for what the machines of this mode have
+    cargo: Any  #: a `Cargo`, where pushes bring more than the gradient of a step
+
     def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
         self.rank = rank
         self.batch = cluster.batches.get(rank, cluster.batch)
@@ -72,26 +70,28 @@ class Worker:
         self.cluster = cluster
         self.seed = seed
         self.step_times = array("d")  # of the steps to come, the next one last
-        self.hiccups: array[float] | None = None  # their random stalls, where an engine wants these apart
+        self.hiccups: array[float] | None = None  # their random stalls, where a mode wants these apart
         self.drawn = 0
         self.stalls = sorted((s.at, s.at + s.seconds) for s in cluster.stalls if s.worker == rank)
         # State.
         self.life = 0
+        self.machine = None
+        self.cargo = None
         self.alive = False
         self.busy = False
         self.leaving = False
-        self.resuming = False  # its last push was not applied: it continues at the step it is released for
         self.flying = 0  # pushes in flight
-        self.next_step = 0
-        self.allowed = -1  # the last step that was released
-        self.weights = NO_WEIGHTS  # the version it holds
+        self.weights = NO_WEIGHTS  # the version it holds; in downpour the number of updates of others in it
+        self.reading = NO_WEIGHTS  # the version of the step that was computed last
         self.used = 0  # the version of the push that arrived last
         self.since = 0.0  # start of the present step, or of the present idleness
         self.spent = 0.0  # seconds of the step computed last
         self.exchanged = 0.0  # seconds of the last exchange for which no mode made it wait
+        self.held = False  # does the policy hold it, while it still computes?
         self.held_since = NOT_HELD
         self.held_for = 0.0  # of the present idleness, the part the policy held it
         self.joined_at = 0.0
+        self.left_at = 0.0  # when the last byte for a neighbour has left
         # Totals.
         self.steps = 0
         self.samples: int | None = None  # where they are not the steps times the batch
@@ -103,6 +103,12 @@ class Worker:
         self.wasted = 0.0  # computing whose push was not applied
         self.staleness_sum = 0
         self.staleness_max = 0
+
+    def load(self, parts: int, deals: bool, micro: int) -> None:
+        """Its pushes bring more than the gradient of a step; `deals`: samples are dealt to it, in these micro-batches."""
+        self.cargo = Cargo(parts, MicroBatchTimes(self, micro) if deals and micro else None)
+        if deals:
+            self.hiccups, self.samples = array("d"), 0
 
     def draw(self) -> None:
         """Draw the times of the next steps. Each block has a generator of its own: every mode has the same times."""
@@ -131,11 +137,21 @@ class Worker:
         fixed = min(self.fixed, step)
         return count * fixed + (step - fixed) * samples / self.batch
 
-    def join(self, now: float) -> None:
-        """Begin a life."""
+    def share_seconds(self, samples: int, count: int) -> float:
+        """What a share of the joint batch takes, in this number of micro-batches; a stall takes what it takes."""
+        if not self.step_times:
+            self.draw()
+        stall = self.hiccups.pop() if self.hiccups else 0.0
+        return self.seconds_for(samples, self.step_times.pop(), count) + stall
+
+    def join(self, now: float, machine: Any) -> None:
+        """Begin a life, with this machine."""
         self.life += 1
-        self.alive, self.leaving, self.resuming = True, False, False
+        self.machine, self.alive, self.leaving, self.held = machine, True, False, False
         self.since = self.joined_at = now
+        self.weights = NO_WEIGHTS
+        if self.cargo is not None:
+            self.cargo.begin()
 
     def end_life(self, now: float, routed: bool) -> None:
         """End this life; its messages in flight are lost."""
@@ -143,7 +159,6 @@ class Worker:
         self.life += 1
         self.alive = self.busy = False
         self.flying = 0
-        self.allowed = -1
         self.held_for = 0.0
 
     def settle(self, now: float, routed: bool) -> None:
@@ -169,142 +184,78 @@ class Worker:
         return self.present - self.waiting - self.communicating
 
 
-class Trainer(Protocol):
-    """Computes real gradients, on the versions of the weights that workers would have held."""
+class Cargo:
+    """What the next push of a worker is made of, and what its pushes under way bring."""
 
-    def keep(self, version: int) -> None:
-        """One reader of this version more; it is the newest, or has readers already."""
+    __slots__ = (
+        "abandoned",
+        "applied",
+        "bases",
+        "begun_at",
+        "fetched",
+        "flights",
+        "fresh",
+        "made",
+        "made_of",
+        "merged",
+        "seconds",
+        "sendings",
+        "started",
+        "times",
+        "unfinished",
+        "until",
+    )
 
-    def drop(self, version: int) -> None:
-        """One reader of this version less."""
+    def __init__(self, parts: int, times: MicroBatchTimes | None) -> None:
+        self.made = 0  # local steps over all lives
+        self.merged = 0  # steps in updates, times the number of fragments
+        self.times = times
+        self.sendings, self.bases = [0.0] * parts, [NO_WEIGHTS] * parts
+        self.begin()
 
-    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
-        """Make the next version from gradients taken at these versions; each of them has then one reader less."""
-
-    def lose(self, worker: int, step: int, version: int) -> None:
-        """A push, taken at this version, is not applied; the version has one reader less."""
-
-    def end(self, worker: int, finished: bool) -> None:
-        """A worker has left, with all its steps made or not; what it alone had is dropped."""
-
-    def observe(self, now: float) -> None:
-        """Evaluate."""
-
-
-class DealtTrainer(Trainer, Protocol):
-    """The same where workers are dealt samples: a push names the places of the data that it was made of."""
-
-    @property
-    def length(self) -> int:
-        """The number of training samples."""
-
-    def apply_dealt(
-        self, pushes: tuple[Pushed, ...], made_of: list[list[MicroBatch]], versions: list[int], rate: float, divisor: float
-    ) -> None:
-        """Make the next version; as `apply`, from these micro-batches of each push. A divisor of 0: their samples."""
-
-
-class LocalTrainer(Trainer, Protocol):
-    """The same with local steps: each worker has weights of its own, and versions have no readers."""
-
-    def begin(self, worker: int) -> None:
-        """A worker is given the newest weights."""
-
-    def fetch(self, worker: int) -> None:
-        """A worker requests the newest weights, as of now."""
-
-    def install(self, worker: int) -> None:
-        """The fetched weights have arrived: the worker continues from them, with its own steps that they lack."""
-
-    def step(self, worker: int, step: int) -> None:
-        """A local step, this one of the worker's data."""
-
-    def send(self, worker: int) -> None:
-        """The gradients since the last push are in flight."""
+    def begin(self) -> None:
+        """A life begins: what was left of the one before is lost."""
+        self.flights: list[Any] = []
+        # Of local steps: seconds computed in this life (downpour: since the last push), at the last sending of each
+        # fragment, and the version of the values it last took of each.
+        self.seconds = 0.0
+        self.sendings, self.bases = [0.0] * len(self.sendings), [NO_WEIGHTS] * len(self.bases)
+        # Of downpour: own pushes that were applied; updates of others in the weights at the start of the next push, and in
+        # those that were requested; are its first weights still to be sent?
+        self.applied = self.started = 0
+        self.fetched = NO_WEIGHTS
+        self.fresh = False
+        # Of dealt samples: what the next push is made of; of micro-batches the one that was not done at the deadline, when
+        # it was begun, when it is done, and work and seconds of one that was abandoned since the last push.
+        self.made_of: list[MicroBatch] = []
+        self.unfinished: MicroBatch | None = None
+        self.begun_at = self.until = 0.0
+        self.abandoned: tuple[float, float] | None = None
 
 
-class SentBlock(Protocol):
-    """The values of a block of local steps that a worker has sent."""
+class MicroBatchTimes:
+    """The times of a worker's micro-batches, from those of its steps."""
 
-    loss: float | None  #: the mean of its steps
-    lr: float | None  #: the learning rate of the last
+    __slots__ = ("_left", "_micro", "_stall", "_stall_at", "_step", "_worker", "size")
 
+    def __init__(self, worker: Worker, micro: int) -> None:
+        self.size = max(1, round(worker.batch / micro))
+        self._worker, self._micro = worker, micro
+        self._left = 0  # micro-batches of the present step
+        self._step = self._stall = 0.0  # seconds of the whole step, and of its stall
+        self._stall_at = 0
 
-class BlockTrainer(Protocol):
-    """Models of workers that average them: each has values and an optimizer of its own."""
-
-    def drop(self, version: int) -> None:
-        """An answer to a worker that is gone: nothing to do."""
-
-    def observe(self, now: float) -> None:
-        """Evaluate."""
-
-    def begin(self, worker: int) -> None:
-        """A worker is given the newest values."""
-
-    def step(self, worker: int, step: int) -> None:
-        """A local step, this one of the worker's data."""
-
-    def send(self, worker: int, fragment: int) -> SentBlock:
-        """A fragment of a worker's model is sent, as it is now."""
-
-    def merge(self, fragment: int, blocks: Sequence[SentBlock], weights: tuple[float, ...]) -> None:
-        """Make the next values of a fragment from these."""
-
-    def fetch(self, worker: int, fragment: int) -> None:
-        """The newest values of a fragment are sent to a worker."""
-
-    def install(self, worker: int, fragment: int) -> None:
-        """They have arrived: the worker goes on from them, with what it has changed since it sent its own."""
-
-    def close(self) -> None:
-        """The run has ended."""
-
-    def end(self, worker: int, finished: bool) -> None:
-        """A worker has left; its state is dropped."""
-
-
-class GossipTrainer(Protocol):
-    """Models of workers that mix them with those of neighbours: each has values, a push-sum weight and an optimizer."""
-
-    def keep(self, version: int) -> None:
-        """Nothing to do."""
-
-    def drop(self, version: int) -> None:
-        """Nothing to do."""
-
-    def apply(self, pushes: tuple[Pushed, ...], versions: list[int], rate: float) -> None:
-        """A push has come: nothing to do."""
-
-    def lose(self, worker: int, step: int, version: int) -> None:
-        """A push is not applied: nothing to do."""
-
-    def observe(self, now: float) -> None:
-        """Evaluate the mean of all models."""
-
-    def begin(self, worker: int, empty: bool) -> None:
-        """A worker starts, with the initial values, or with nothing."""
-
-    def has_model(self, worker: int) -> bool:
-        """Has a worker any weight?"""
-
-    def step(self, worker: int, step: int) -> None:
-        """A local step on this batch of the worker's data; where values are kept apart, it is not added to them yet."""
-
-    def send(self, worker: int, step: int) -> None:
-        """A worker sends its values to its out-neighbours of this step."""
-
-    def mix(self, worker: int, step: int, mixing: Mixing, lost: tuple[int, ...]) -> None:
-        """A worker has what its in-neighbours of this step sent."""
-
-    def forget(self, step: int) -> None:
-        """Nothing that was sent in this step is needed any more."""
-
-    def average(self, asker: int, answerer: int) -> None:
-        """Two workers take the mean of both."""
-
-    def finish(self, worker: int) -> None:
-        """The local step is added to a worker's values."""
-
-    def end(self, worker: int, finished: bool) -> None:
-        """A worker has left; one that has finished is still looked at."""
+    def next(self, samples: int) -> float:
+        """The seconds of the next one, which has this number of samples."""
+        worker = self._worker
+        if not self._left:
+            if not worker.step_times:
+                worker.draw()
+            self._left, self._step = self._micro, worker.step_times.pop()
+            self._stall = worker.hiccups.pop() if worker.hiccups else 0.0
+            if self._stall:
+                number = worker.drawn - len(worker.step_times)
+                self._stall_at = Random(f"{worker.seed}/{worker.rank}/{number}/stall").randrange(self._micro)
+        self._left -= 1
+        seconds = worker.seconds_for(samples, self._step)
+        return seconds + self._stall if self._stall and self._left == self._stall_at else seconds

@@ -28,8 +28,9 @@ from collections.abc import Collection, Mapping
 
 from polytempo.options import fraction, positive_number, switch, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
+from polytempo.sync.blocks import Averaging, machine_of_blocks
 from polytempo.sync.events import Pushed
-from polytempo.sync.local_sgd import MEAN_OPTIONS, Averaging, mean_of_models
+from polytempo.sync.local_sgd import MEAN_OPTIONS, mean_of_models
 from polytempo.sync.mode import Mode
 
 #: Seconds of an interval, as in the paper.
@@ -133,5 +134,6 @@ ADACOMM = Mode(
         **MEAN_OPTIONS,
     },
     barrier=True,
+    machine=machine_of_blocks(_averaging),
     averaging=_averaging,
 )

@@ -29,14 +29,39 @@ that keep the mean of all models true across them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from polytempo.options import choice, whole_number
-from polytempo.sync.actions import Action, Apply, Hold, Release
+from polytempo.sync.actions import Action, Admit, Apply, Hold, Release
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.gossip import GossipSpec
+from polytempo.sync.machine import (
+    ADD_STEP,
+    COMPUTE,
+    FINISHED,
+    NO_ORDERS,
+    SNAPSHOT,
+    AllArrived,
+    AnswerPartner,
+    AskPartner,
+    Begin,
+    Computed,
+    GoHome,
+    Leaving,
+    Order,
+    Orders,
+    Parted,
+    Replied,
+    Requested,
+    SendPush,
+    StepHere,
+    WorkerEvent,
+    WorkerMachine,
+)
 from polytempo.sync.mode import Mode
+from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
 from polytempo.sync.policy import Policy
 
 #: The graphs that can be cut into active and passive workers.
@@ -130,6 +155,86 @@ class PairPolicy(Policy):
         return [members[place] for place in places if members[place] not in entering]
 
 
+class PairMachine(WorkerMachine):
+    """Local steps of one worker, with averages of pairs beside them.
+
+    A step is over when its gradient and the reply to its request are there, as far as it has them. A worker without a model
+    asks first, and computes when it has one; else its push counts for nothing.
+    """
+
+    brings = "nothing"
+
+    def __init__(self, rank: int, last: float = math.inf) -> None:
+        super().__init__(last)
+        self._pair = PairAveraging(rank)
+        self._started = self._has_model = self._computed = False
+
+    @property
+    def is_free(self) -> bool:
+        return self._pair.waiting_for is None and not self.computes
+
+    def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
+        match event:
+            case Computed():
+                self.computes, self._computed = False, True
+                return (StepHere(self.step), *self._complete())
+            case Release():
+                return self._released(event)
+            case Requested(sender, step):
+                reply = self._pair.requested(PairRequest(sender, self._pair.rank, step))
+                return (AnswerPartner(sender, step, reply.averaged and self._has_model),)
+            case Replied(sender, step, averaged) if self._pair.replied(PairReply(sender, self._pair.rank, step, averaged)):
+                return self._wait_is_over(averaged)
+            case Parted(worker) if self._pair.lost(worker):
+                return self._wait_is_over(averaged=False)
+            case AllArrived():
+                return (GoHome(),)
+            case Leaving():
+                self.leaving = True
+            case Admit():
+                self.step = event.step
+        return NO_ORDERS
+
+    def _released(self, release: Release) -> Orders:
+        told = release.directive if isinstance(release.directive, NextMixing) else NextMixing()
+        orders: list[Order] = [] if self._started else [Begin(told.enters)]
+        if not told.enters and not self._has_model:
+            self._has_model = True
+            orders += [Begin()] if self._started else []
+        self._started, self.allowed = True, release.step
+        return [*orders, *self._go(told.mixing)]
+
+    def _go(self, row: Mixing | None) -> Orders:
+        if self.leaving or self.step > self.allowed:
+            return NO_ORDERS
+        if self.done:
+            return FINISHED
+        asks: tuple[Order, ...] = ()
+        if row is not None:
+            partner = row.send[0][0]
+            self._pair.begin(self.step, partner)
+            asks = (AskPartner(partner, self.step),)
+        return (*asks, *(self._compute() if self._has_model else self._complete()))
+
+    def _compute(self) -> Orders:
+        self.computes = True
+        return (SNAPSHOT, COMPUTE)
+
+    def _wait_is_over(self, averaged: bool) -> Orders:
+        if averaged and not self._has_model:  # it has half of the partner's now
+            self._has_model = True
+            return self._compute()
+        return self._complete()
+
+    def _complete(self) -> Orders:
+        """The push of a step, where nothing is missing any more."""
+        if self.computes or self._pair.waiting_for is not None:
+            return NO_ORDERS
+        computed, step = self._computed, self.step
+        self._computed, self.step = False, step + 1
+        return (ADD_STEP, SendPush(step)) if computed else (SendPush(step, 0),)
+
+
 ADPSGD = Mode(
     "adpsgd",
     "adpsgd:ring",
@@ -137,5 +242,6 @@ ADPSGD = Mode(
     lambda workers, topology, seed=0: PairPolicy(workers, topology, seed),
     argument=choice("topology", BIPARTITE),
     options={"seed": whole_number("seed", at_least=0, example="7")},
+    machine=lambda worker, last, topology, **_: PairMachine(worker, last),
     gossip=lambda topology, seed=0: GossipSpec(topology, asynchronous=True),
 )

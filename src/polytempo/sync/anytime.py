@@ -39,9 +39,26 @@ from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
 from polytempo.summation import in_order
+from polytempo.sync.actions import Admit, Release
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Pushed
+from polytempo.sync.machine import (
+    ABANDON,
+    FINISHED,
+    GO,
+    NO_ORDERS,
+    AllArrived,
+    Computed,
+    Dropped,
+    GoHome,
+    Leaving,
+    Orders,
+    SendPush,
+    TimeUp,
+    WorkerEvent,
+    WorkerMachine,
+)
 from polytempo.sync.mode import Mode
 from polytempo.sync.shares import ROUNDS, WorkerSpeeds
 
@@ -184,6 +201,94 @@ def lost(deadline: float, speeds: Sequence[float]) -> float:
     return 1 - used / (deadline * len(speeds)) if deadline else 1.0
 
 
+class DeadlineMachine(WorkerMachine):
+    """Rounds of one worker: micro-batches until the deadline, by its own pace; then its push.
+
+    One that is not done at the deadline is finished beside the push, which the communication thread makes with what was
+    done before; and beside the pushes without anything of further rounds that end meanwhile. Then it is abandoned, or kept
+    for the worker's next push; and the worker goes on with what is left of the round that is open. The deadline is counted
+    from the moment at which the worker hears of the round.
+    """
+
+    brings = "batches"
+
+    def __init__(self, micro: int = MICRO, keeps: bool = False, last: float = math.inf) -> None:
+        super().__init__(last)
+        self.in_round = False  #: does the round that is open still want its push?
+        self.ends_at = math.inf  #: the deadline of that round
+        self.pace = Pace()
+        self.micro = micro
+        self._keeps = keeps  # a micro-batch that is late
+        self._seconds = self._opened = 0.0  # of the round: its length, and when this worker heard of it
+        self._finished = 0  # micro-batches for the next push
+        self._late = False  # is the micro-batch that it computes of a round that has ended?
+        self._dropped = False
+
+    def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
+        match event:
+            case Computed(seconds):
+                return self._computed(seconds, now)
+            case Release():
+                return self._released(event, now)
+            case TimeUp(step) if self.in_round and step == self.step:
+                self._late = self._late or self.computes
+                return (self._push(beside=self.computes),)
+            case AllArrived():
+                return (GoHome(),)
+            case Dropped():
+                self._dropped = True
+            case Leaving():
+                self.leaving = True
+            case Admit():
+                self.step = event.step
+        return NO_ORDERS
+
+    def _released(self, release: Release, now: float) -> Orders:
+        self.allowed = release.step
+        if self._dropped:
+            self._dropped, self.step = False, release.step
+        if self.leaving and not self.computes:
+            return NO_ORDERS
+        if self.done:
+            return NO_ORDERS if self.computes else FINISHED
+        if self.step > self.allowed:
+            return NO_ORDERS
+        self._seconds = release.directive.seconds if isinstance(release.directive, NextDeadline) else 0.0
+        self._opened, self.in_round = now, True
+        self.ends_at = now + latest(self._seconds) if self._seconds else math.inf
+        return NO_ORDERS if self.computes else self._work(now)
+
+    def _computed(self, seconds: float, now: float) -> Orders:
+        self.computes = False
+        self.pace.add(seconds)
+        late, self._late = self._late, False
+        if not late or self._keeps:
+            self._finished += 1
+        orders: Orders = (ABANDON,) if late and not self._keeps else NO_ORDERS
+        if late and self.leaving:
+            return orders
+        if not self.in_round:
+            return (*orders, *(FINISHED if self.done and self.step <= self.allowed else NO_ORDERS))
+        return (*orders, *self._work(now)) if orders else self._work(now)
+
+    def _work(self, now: float) -> Orders:
+        """Compute another micro-batch, if one fits. One that takes longer than a whole round is begun at its start."""
+        if not self._seconds:
+            goes_on = self._finished < self.micro
+        else:
+            elapsed, pace, whole = now - self._opened, self.pace.seconds, self.ends_at - self._opened
+            goes_on = fits(elapsed, pace, self._seconds) or (not self._finished and pace > whole)
+        if not goes_on:
+            return (self._push(beside=False),)
+        self.computes = True
+        return GO
+
+    def _push(self, beside: bool) -> SendPush:
+        push = SendPush(self.step, self._finished, beside=beside)
+        self.step, self._finished, self.in_round = self.step + 1, 0, False
+        return push
+
+
 def _read_deadline(text: str) -> float | None:
     return None if text == "auto" else float(positive_number("SECONDS").read(text))
 
@@ -202,4 +307,5 @@ ANYTIME = Mode(
         "divide": choice("divide", ("expected", "actual")),
     },
     barrier=True,
+    machine=lambda worker, last, seconds=None, micro=MICRO, late="drop", **_: DeadlineMachine(micro, late == "keep", last),
 )

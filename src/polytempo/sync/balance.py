@@ -23,12 +23,15 @@ on. Hyper-parameters must be equal in a round, so schedulers are stepped by roun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from polytempo.options import number, whole_number
+from polytempo.sync.actions import Release
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Pushed
+from polytempo.sync.machine import GO, Compute, Orders, StepMachine, WorkerEvent
 from polytempo.sync.mode import Mode
 from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weights_by_speed
 
@@ -84,6 +87,29 @@ class SharesBySpeed(RoundRule):
         return proposed if gain > HYSTERESIS else self.weights
 
 
+class ShareMachine(StepMachine):
+    """One push a step, made of this worker's share of the joint batch: by the newest weights that hold for it."""
+
+    brings = "share"
+
+    def __init__(self, micro: int = 0, last: float = math.inf) -> None:
+        super().__init__(last)
+        self.micro = micro
+        self._table: list[tuple[int, ShareWeights]] = []  # weights, and the first joint batch that is cut by them
+
+    def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
+        if isinstance(event, Release) and isinstance(event.directive, NextShares) and event.directive.weights:
+            told = event.directive
+            if not self._table or self._table[-1][1] != told.weights:
+                self._table.append((told.since[1] if told.since else event.step, told.weights))
+        orders = super().handle(event, now, part)
+        if orders is not GO:
+            return orders
+        while len(self._table) > 1 and self._table[1][0] <= self.step:
+            del self._table[0]
+        return (Compute(self._table[0][1]),)
+
+
 BALANCE = Mode(
     "bsp+balance",
     "bsp+balance",
@@ -94,4 +120,5 @@ BALANCE = Mode(
         "most": number("a number most of at least 1", lambda most: most >= 1),
     },
     barrier=True,
+    machine=lambda worker, last, micro=0, **_: ShareMachine(micro, last),
 )

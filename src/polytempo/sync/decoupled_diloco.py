@@ -35,10 +35,10 @@ from itertools import islice
 from polytempo.errors import OrderError, SpecError, counted
 from polytempo.options import ArgumentReader, number, whole_number
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Discard, Hold, Release, Wake
+from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.directives import NextBlock
 from polytempo.sync.events import Pushed
-from polytempo.sync.local_sgd import Averaging
 from polytempo.sync.policy import Policy
 
 #: The grace that is bounded by the slack of the pushes that are pending.

@@ -24,8 +24,9 @@ from typing import Any
 from polytempo.errors import SpecError
 from polytempo.options import fraction, positive_number, whole_number
 from polytempo.sync.barrier import Barrier
+from polytempo.sync.blocks import Averaging, machine_of_blocks
 from polytempo.sync.decoupled_diloco import AUTO, OPTIONS, DecoupledDiloco, decoupled
-from polytempo.sync.local_sgd import Averaging, FixedPeriod
+from polytempo.sync.local_sgd import FixedPeriod
 from polytempo.sync.mode import Mode
 
 
@@ -78,6 +79,7 @@ DECOUPLED = Mode(
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
     all_reduce=False,
+    machine=machine_of_blocks(_decoupled_averaging),
     averaging=_decoupled_averaging,
 )
 
@@ -89,6 +91,7 @@ DILOCO = Mode(
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
     barrier=True,
+    machine=machine_of_blocks(_averaging),
     averaging=_averaging,
     variants={"quorum": DECOUPLED},
 )

@@ -30,8 +30,30 @@ import math
 from dataclasses import dataclass
 
 from polytempo.options import positive_number, whole_number
-from polytempo.sync.actions import Action, Apply, Hold, Release
+from polytempo.sync.actions import Action, Admit, Apply, Hold, Release
 from polytempo.sync.events import Pushed
+from polytempo.sync.machine import (
+    ASK_AGAIN,
+    COMPUTE,
+    FINISHED,
+    NO_ORDERS,
+    AllArrived,
+    Asked,
+    Begin,
+    Computed,
+    Dropped,
+    Fetched,
+    GoHome,
+    Install,
+    Leaving,
+    Order,
+    Orders,
+    RequestValues,
+    SendPush,
+    StepHere,
+    WorkerEvent,
+    WorkerMachine,
+)
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
 
@@ -102,6 +124,90 @@ class DownpourPolicy(Policy):
         return Hold(worker, step, (self._alone,), 1, reason)
 
 
+class DownpourMachine(WorkerMachine):
+    """Local steps, accumulated pushes and fetches of one worker; `step` counts its pushes, `last` its local steps.
+
+    A push is begun with the permission for it, sent when it holds P local steps, and waited for only where the next becomes
+    due before its answer. One fetch is under way at a time; one that is due meanwhile is made when the other is there.
+    """
+
+    brings = "sum"
+
+    def __init__(self, local: LocalSteps, last: float = math.inf) -> None:
+        super().__init__(last)
+        self._local = local
+        self._made = 0  # local steps in this life
+        self._pending = 0  # of them, not yet in a push
+        self._fetching = self._fetched = False
+        self._due = False  # a fetch is to be made
+        self._dropped = self._started = False
+
+    @property
+    def made(self) -> int:
+        """Local steps that pushes hold, and those since."""
+        return self.step * self._local.push + self._pending
+
+    @property
+    def done(self) -> bool:
+        return self.made >= self.last
+
+    @property
+    def begins_push(self) -> bool:
+        """Is the step that it computes the first of a push?"""
+        return not self._pending
+
+    def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
+        if isinstance(event, Computed):
+            return self._computed()
+        if isinstance(event, Release):
+            return self._released(event)
+        if isinstance(event, Asked):
+            return NO_ORDERS if self.computes else self._go()
+        if isinstance(event, AllArrived):
+            return (GoHome(),)
+        if isinstance(event, Fetched):
+            self._fetched = True
+        elif isinstance(event, Dropped):
+            self._dropped = True
+        elif isinstance(event, Leaving):
+            self.leaving = True
+        elif isinstance(event, Admit):
+            self.step = event.step
+        return NO_ORDERS
+
+    def _released(self, release: Release) -> Orders:
+        self.allowed = release.step
+        if self._dropped:
+            self._dropped, self.step = False, release.step
+        begins: Orders = NO_ORDERS if self._started else (Begin(),)
+        self._started = True
+        return begins if self.computes else [*begins, *self._go()]
+
+    def _computed(self) -> Orders:
+        self.computes = False
+        number = self.made
+        self._made, self._pending = self._made + 1, self._pending + 1
+        if self._pending < self._local.push and not self.leaving and not self.done:
+            return (StepHere(number), *self._go())
+        push = SendPush(self.step, self._pending)
+        self._pending, self.step = 0, self.step + 1
+        return (StepHere(number), push, ASK_AGAIN)
+
+    def _go(self) -> Orders:
+        if self.leaving or self.done or (self.step > self.allowed and not self._pending):
+            return FINISHED if self.step * self._local.push >= self.last and self.step <= self.allowed else NO_ORDERS
+        orders: list[Order] = []
+        if self._fetched:
+            self._fetching = self._fetched = False
+            orders.append(Install())
+        self._due = self._due or (self._made > 0 and self._made % self._local.fetch == 0)
+        if self._due and not self._fetching:
+            self._due, self._fetching = False, True
+            orders.append(RequestValues())
+        self.computes = True
+        return [*orders, COMPUTE]
+
+
 def _build(
     workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: Scale = None
 ) -> Policy:
@@ -113,6 +219,7 @@ DOWNPOUR = Mode(
     "downpour:push=5,fetch=5",
     "local steps; a push each P and a fetch each F of them, waiting for neither; warm=N: one worker alone at first",
     _build,
+    machine=lambda worker, last, push=1, fetch=1, **_: DownpourMachine(LocalSteps(push, fetch), last),
     options={
         "push": whole_number("push", at_least=1, example="5"),
         "fetch": whole_number("fetch", at_least=1, example="5"),

@@ -34,13 +34,34 @@ several steps is not built.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from polytempo.errors import SpecError
 from polytempo.options import choice, switch
-from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Hold, Release
+from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Hold, Release
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
+from polytempo.sync.machine import (
+    ADD_STEP,
+    COMPUTE,
+    FINISHED,
+    NO_ORDERS,
+    SNAPSHOT,
+    AllArrived,
+    Begin,
+    Computed,
+    GoHome,
+    Leaving,
+    Mix,
+    Order,
+    Orders,
+    SendModel,
+    SendPush,
+    StepHere,
+    WorkerEvent,
+    WorkerMachine,
+)
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
 from polytempo.sync.topology import TOPOLOGIES, check_size, mixing_rows, phases
@@ -200,6 +221,68 @@ class GossipPolicy(Policy):
         return Hold(worker, step, named, len(awaited), f"worker {named[0]}, a neighbour, has not pushed step {step - 1}")
 
 
+#: The row of a worker without neighbours.
+ALONE = Mixing(1.0, (), ())
+
+
+class GossipMachine(WorkerMachine):
+    """Local steps of one worker, mixed with those of its neighbours.
+
+    What a step computed is sent before the push that vouches for it; with `overlap` the values leave when the step begins. A
+    worker that enters without a model computes nothing and sends nothing: its pushes count for nothing.
+    """
+
+    brings = "nothing"
+
+    def __init__(self, overlap: bool, last: float = math.inf) -> None:
+        super().__init__(last)
+        self._sends_early = overlap
+        self._row: Mixing | None = None  # of the step it is in, or has pushed last
+        self._empty = False  # it has no model
+
+    def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
+        if isinstance(event, Computed):
+            self.computes = False
+            step, row = self.step, self._row or ALONE
+            self.step += 1
+            sent = () if self._sends_early else (SendModel(row, step),)
+            return (StepHere(step), ADD_STEP, *sent, SendPush(step))
+        if isinstance(event, Release):
+            return [*self._mix(event), *self._go()]
+        if isinstance(event, AllArrived):
+            return (GoHome(),)
+        if isinstance(event, Leaving):
+            self.leaving = True
+        elif isinstance(event, Admit):
+            self.step = event.step
+        return NO_ORDERS
+
+    def _mix(self, release: Release) -> list[Order]:
+        """The release brings the row of the next step, and the end of the one before."""
+        told = release.directive if isinstance(release.directive, NextMixing) else NextMixing()
+        orders: list[Order] = []
+        if self._row is None:
+            orders.append(Begin(told.enters))
+        else:
+            orders.append(Mix(self._row, release.step - 1, told.lost))
+            if self._empty and not told.enters:
+                orders.append(Begin())
+        self.allowed, self._row, self._empty = release.step, told.mixing or ALONE, told.enters
+        return orders
+
+    def _go(self) -> Orders:
+        if self.leaving or self.step > self.allowed or self._row is None:
+            return NO_ORDERS
+        if self.done:
+            return FINISHED
+        if self._empty:
+            self.step += 1
+            return (SendPush(self.step - 1, 0),)
+        self.computes = True
+        sent = (SendModel(self._row, self.step),) if self._sends_early else ()
+        return (*sent, SNAPSHOT, COMPUTE)
+
+
 def _spec(topology: str, overlap: bool = False, static: bool = False) -> GossipSpec:
     if static and topology != "exp":
         raise SpecError(f"static=1 is an option of gossip:exp, got gossip:{topology}; leave it out")
@@ -213,5 +296,6 @@ GOSSIP = Mode(
     lambda workers, topology, overlap=False, static=False: GossipPolicy(workers, topology, static),
     argument=choice("topology", TOPOLOGIES),
     options={"overlap": switch(), "static": switch()},
+    machine=lambda worker, last, topology, overlap=False, **_: GossipMachine(overlap, last),
     gossip=_spec,
 )

@@ -21,36 +21,12 @@ less. Block momentum is stated by its authors for a constant rate inside a block
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
+from polytempo.sync.blocks import Averaging, machine_of_blocks
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """What workers do with their models at the end of a block."""
-
-    period: int  #: local steps in the first block
-    outer_lr: float = 1.0  #: of the outer step from the anchor towards the mean
-    outer_momentum: float = 0.0
-    nesterov: bool = False
-    in_lr: bool = False  #: the outer momentum is kept in units of the learning rate (block momentum)
-    state: str = "keep"  #: what an average does to optimizer state: "keep", "mean" or "reset"
-    loss: bool = False  #: pushes bring the mean loss of their block
-    lr: bool = False  #: and the learning rate of its last step
-    holds_lr: bool = False  #: a fall of the learning rate waits until the period is 1
-    fragments: int = 1  #: parts of the model, averaged one after another
-    overlap: int = 0  #: local steps from the sending of a fragment to the moment at which its average is taken
-    decoupled: bool = False  #: a quorum of pushes is merged, over servers
-    waits: bool = True  #: does a worker wait for the average?
-
-    @property
-    def plain(self) -> bool:
-        """Is the average itself the new model, without an outer step?"""
-        return self.outer_lr == 1.0 and self.outer_momentum == 0.0
 
 
 class FixedPeriod(RoundRule):
@@ -95,6 +71,10 @@ def mean_of_models(period: int, momentum: float = 0.0, state: str | None = None,
     return Averaging(period, outer_momentum=momentum, in_lr=bool(momentum), state=kept, **more)
 
 
+def _averaging(period: int, after: int | str = 0, momentum: float = 0.0, state: str | None = None) -> Averaging:
+    return mean_of_models(period, momentum, state, lr=after == "decay")
+
+
 LOCAL = Mode(
     "local",
     "local:8",
@@ -103,5 +83,6 @@ LOCAL = Mode(
     argument=whole_number("K", at_least=1),
     options={"after": ArgumentReader("a whole number of at least 1, or decay,", _read_after, "1000"), **MEAN_OPTIONS},
     barrier=True,
-    averaging=lambda period, after=0, momentum=0.0, state=None: mean_of_models(period, momentum, state, lr=after == "decay"),
+    machine=machine_of_blocks(_averaging),
+    averaging=_averaging,
 )

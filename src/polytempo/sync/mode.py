@@ -9,6 +9,7 @@ from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import ArgumentReader, positive_number, whole_number
+from polytempo.sync.machine import WorkerMachine, a_push_each_step
 from polytempo.sync.policy import Policy
 
 
@@ -32,6 +33,7 @@ class Mode:
     averaging: Callable[..., Any] | None = None  #: makes the `Averaging` of a mode whose workers average their models
     variants: Mapping[str, Mode] = field(default_factory=dict)  #: what the mode is when one of these options is given
     keeps_momentum: bool = False  #: does a worker keep momentum of its own, unless told otherwise (`momentum.py`)?
+    machine: Callable[..., WorkerMachine] = a_push_each_step  #: `(worker, last step, *argument, **options)`: a worker's half
     gossip: Callable[..., Any] | None = None  #: makes the `GossipSpec` of a mode whose workers mix with neighbours
 
 

@@ -5,6 +5,7 @@ The syntax is that of `polytempo/options.py`. Adding a mode means one new file a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from polytempo.sync.asup import ASUP, DEFAULTS, Momentum
 from polytempo.sync.asynchronous import ASP
 from polytempo.sync.balance import BALANCE
 from polytempo.sync.barrier import BACKUP, BSP
+from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import NOTHING, OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
 from polytempo.sync.diloco import DILOCO
@@ -26,7 +28,8 @@ from polytempo.sync.dssp import DSSP
 from polytempo.sync.dssp_paper import DSSP_PAPER
 from polytempo.sync.every import EVERY
 from polytempo.sync.gossip import GOSSIP, GossipSpec
-from polytempo.sync.local_sgd import LOCAL, Averaging
+from polytempo.sync.local_sgd import LOCAL
+from polytempo.sync.machine import WorkerMachine
 from polytempo.sync.mode import Mode, rate_of
 from polytempo.sync.momentum import ASYNC, LOOKAHEAD, MOMENTUM, SERVER, WORKER, GroupSettings, check_spike, chosen_options
 from polytempo.sync.policy import Policy
@@ -112,6 +115,15 @@ class Spec:
         policy = self.mode.build(len(members), *self.arguments, **own)
         policy.expect(members)
         return policy
+
+    def machine(self, worker: int, last: float = math.inf) -> WorkerMachine:
+        """A fresh machine for a life of this worker.
+
+        Args:
+            worker: Its rank.
+            last: How many (local) steps it makes at most.
+        """
+        return self.mode.machine(worker, last, *self.arguments, **self.options)
 
     @property
     def corrections(self) -> Corrections:

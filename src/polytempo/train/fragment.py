@@ -34,7 +34,7 @@ from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.server.optimizer_state import as_bytes, as_tensor, digest_of_bytes
 from polytempo.session.session import Session
-from polytempo.sync.local_sgd import Averaging
+from polytempo.sync.blocks import Averaging
 from polytempo.train.companions import Companions
 from polytempo.train.downpour import Made
 from polytempo.train.model_tables import dense_segments, dense_state
