@@ -12,7 +12,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.strategy.portable_state import by_name, by_number, joined, merged, renamed, sharded
-from polytempo.strategy.sampler_positions import parts_of_all
+from polytempo.sync.epoch_parts import parts_of_all
 from polytempo.sync.epoch_parts import WHOLE
 from polytempo.tensor_parallel.sharding import Sharding
 

@@ -1,7 +1,7 @@
 """`DistributedBatchSampler`: batches whose size follows the workers' speed.
 
 Under `bsp+balance` joint batch k of an epoch is places k * B to (k + 1) * B of its order, B = batch_size x workers, and each
-worker's batch is its share of it by the weights in force (`session/dealing.py`). Every sample is used once in an epoch, and
+worker's batch is its share of it by the weights in force (`session/ledger.py`). Every sample is used once in an epoch, and
 every worker gets at least one in each joint batch. With `cost` shares are cut by predicted cost: long sequences are dealt
 out so that all workers take equally long, though the numbers of their samples differ.
 
@@ -13,17 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sized
 
-import torch
 from torch.utils.data import BatchSampler
 
 from polytempo.errors import UsageError
-from polytempo.session.session import current
+from polytempo.sync.joint_batches import BatchShape, CostTable, SampleCost
 from polytempo.sync.spec import Spec, parse_spec
-from polytempo.train.dealt_epoch import BatchShape, CostTable, DealtEpoch, SampleCost
-from polytempo.train.sampler import DistributedSampler, check_unsplit
+from polytempo.train.sampler import EpochSampler
 
 
-class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ignore[misc]
+class DistributedBatchSampler(EpochSampler):
     """Shards a data set over the workers in batches, whose size follows their speed where the mode says so. Give it to a
     `DataLoader` as `batch_sampler=`.
 
@@ -72,50 +70,20 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
     ) -> None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise UsageError(f"expected batch_size= of at least 1 for DistributedBatchSampler, got {batch_size!r}")
-        self._session = current()
-        self._samples = DistributedSampler(
-            dataset, shuffle, seed, drop_last, training=training, name=name, num_replicas=num_replicas, rank=rank
-        )
-        self._training, self._share = training, self._samples._share
+        super().__init__(dataset, shuffle, seed, drop_last, training, name, num_replicas, rank)
         self.batch_size, self.drop_last = batch_size, drop_last
         self._costs = CostTable(cost) if cost is not None else None
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next pass; after a resume, the one to go on with."""
-        return self._samples.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; call it before each epoch.
-
-        Args:
-            epoch: The number of the epoch.
-        """
-        self._samples.set_epoch(epoch)
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of `count`, as for `DistributedSampler`.
-
-        Args:
-            count: The number of epochs in all, those of earlier jobs included.
-
-        Returns:
-            The numbers of the epochs.
-        """
-        spec = self._session.dealing.spec
-        whole = self._shape(spec).each if spec is not None and spec.micro else self.batch_size * self._samples._parts
-        return self._samples._order.epochs(count, whole if self.drop_last else 1)
+    def _least(self) -> int:
+        spec = self._ledger.spec
+        return self._shape(spec).each if spec is not None and spec.micro else self.batch_size * self.parts
 
     def __iter__(self) -> Iterator[list[int]]:
-        spec, order = self._session.dealing.spec, self._samples._order
+        spec = self._ledger.spec
         if spec is None:
-            return iter(BatchSampler(self._samples, self.batch_size, self.drop_last))
-        check_unsplit(self._share, self._session.rank, self._session.size, spec)
-        dealt = DealtEpoch(self._session.dealing, order.rest(), self._shape(spec), self._costs, order)
-        return dealt.batches(order.name, self.epoch, self._trains, order.completed)
-
-    def _trains(self) -> bool:
-        return self._training is True or (self._training is None and torch.is_grad_enabled())
+            return iter(BatchSampler(self._evenly(), self.batch_size, self.drop_last))
+        self._check_unsplit(spec)
+        return self._dealt(self._shape(spec), self._costs)
 
     def _shape(self, spec: Spec) -> BatchShape:
         size = math.ceil(self.batch_size / spec.micro) if spec.micro else self.batch_size
@@ -123,8 +91,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
 
     def __len__(self) -> int:
         """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
-        spec = self._session.dealing.spec or parse_spec(self._session.job.sync)
+        spec = self._ledger.spec or parse_spec(self._session.job.sync)
         if not spec.measured:
-            return len(BatchSampler(self._samples, self.batch_size, self.drop_last))
-        length, size, shape = self._samples._order.length, self._session.size, self._shape(spec)
-        return math.ceil(shape.places(length) / size) if spec.micro else len(shape.joint_batches(length, size))
+            return len(BatchSampler(range(self.each(self._length)), self.batch_size, self.drop_last))
+        size, shape = self._session.size, self._shape(spec)
+        return math.ceil(shape.units(self._length) / size) if spec.micro else len(shape.joint_batches(self._length, size))

@@ -28,7 +28,7 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
     """
 
     def __init__(self, dataset: Any, shuffle: bool, options: dict[str, Any]) -> None:
-        spec = current().dealing.spec
+        spec = current().ledger.spec
         size, drop_last = options.get("batch_size"), options.get("drop_last", False)
         self._share: DistributedSampler | DistributedBatchSampler
         if spec is not None and size is not None:  # batches of any size, or micro-batches: that many in all
@@ -62,7 +62,7 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
         """
         share = self._share
         if isinstance(share, DistributedSampler) and self.drop_last:  # the loader drops, not the sampler
-            epochs = share._order.epochs(count, (self.batch_size or 1) * share._parts)
+            epochs = share.epochs_left(count, (self.batch_size or 1) * share.parts)
         else:
             epochs = share.epochs(count)
         for epoch in epochs:
@@ -79,19 +79,23 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
         if self._session.should_stop():
             return
         share, size, passing = self._share, self.batch_size or 1, None
-        dealt = not isinstance(share, DistributedSampler) or self._session.dealing.spec is not None
-        left = -1 if dealt else share._each(share._order.left())
-        for batch in super().__iter__():
-            if not dealt and torch.is_grad_enabled():
-                passing = passing or self._session.positions.last()
-                passing.handed, left = passing.handed + min(size, left), left - min(size, left)
-            yield batch
-            if self._session.should_stop():
-                over = 0 <= left < (size if self.drop_last else 1)
-                if self._session.registered is not None and not over:
-                    # The epoch is not over, but its loop is: what the script does after that is no part of a checkpoint.
-                    self._session.registered.mark(whole=True)
-                return
+        left = share.each(share.left()) if self._session.ledger.spec is None else None
+        try:
+            for batch in super().__iter__():
+                passing = passing or share.passing
+                if passing is not None and torch.is_grad_enabled():
+                    passing.hand_out(size if left is None else min(size, left))
+                    left = None if left is None else left - min(size, left)
+                yield batch
+                if self._session.should_stop():
+                    over = left is not None and left < (size if self.drop_last else 1)
+                    if self._session.registered is not None and not over:
+                        # The epoch is not over, but its loop is: what the script does after that is no part of a checkpoint.
+                        self._session.registered.mark(whole=True)
+                    return
+        finally:
+            if passing is not None:
+                passing.over = True
 
 
 def prepare(

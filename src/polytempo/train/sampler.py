@@ -4,32 +4,202 @@ An epoch is one seeded order of all samples; worker r of n takes places r, r + n
 parts of one replica of the model, all of them take the same samples: there r is the replica, of n replicas.
 
 After a checkpoint the samples that pushes before it were made of are left out, exactly, and the rest is shared anew, by
-however many there are now (`epoch_order.py`).
-Only samplers that train have a position (`positions.py`); others, such as one for validation, always give all.
+however many there are now (`sync/epoch_parts.py`). Only samplers that train have a position (`session/ledger.py`); others,
+such as one for validation, always give all.
 
 Every worker gets equally many samples, as with torch's: where it does not divide, some are used twice, or with `drop_last`
 the last few not at all.
 
 In modes that deal out whole micro-batches (`bsp+balance,micro=M`, `anytime`) the order is cut in micro-batches of the
-loader's `batch_size`, and a worker gets as many as it is dealt (`dealt_epoch.py`): every sample once.
+loader's `batch_size`, and a worker gets as many as it is dealt (`sync/joint_batches.py`): every sample once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sized
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sized
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.session.ledger import CHUNK, Held, Pass
 from polytempo.session.session import current
+from polytempo.sync.epoch_parts import epoch_to_go_on_with, name_of, remaining
+from polytempo.sync.joint_batches import BatchShape, CostTable, EpochCut
 from polytempo.sync.spec import Spec
-from polytempo.train.dealt_epoch import BatchShape, DealtEpoch
-from polytempo.train.epoch_order import EpochOrder, shard_of
+
+T = TypeVar("T")
 
 
-class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
+class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
+    """The epochs of a sampler: one seeded order each, without what earlier jobs have trained on."""
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool,
+        seed: int | None,
+        drop_last: bool,
+        training: bool | None,
+        name: str,
+        num_replicas: int | None,
+        rank: int | None,
+    ) -> None:
+        session = self._session = current()
+        self._ledger = session.ledger
+        self._shard = _shard_of(num_replicas, rank) or session.data_axis
+        self._length, self._shuffle, self._drop_last, self._training = len(dataset), shuffle, drop_last, training
+        self._seed = session.job.seed if seed is None else seed
+        earlier = session.job.positions
+        nameless = any(not name_of(part) for part in earlier)
+        self._name = self._ledger.identify(dataset, self._length, shuffle, name, nameless)
+        self._earlier = [] if training is False else [part for part in earlier if name_of(part) == self._name]
+        self._complete: list[Pass] = []  # passes that ran to their end
+        #: The epoch of the next pass; after a resume, the one to go on with.
+        self.epoch = epoch_to_go_on_with(self._earlier or earlier)
+        self.passing: Pass | None = None  #: the last
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; call it before each epoch.
+
+        Args:
+            epoch: The number of the epoch.
+        """
+        self.epoch = epoch
+        if self._session.registered is not None:
+            self._session.registered.begin_epoch(lambda: self.left() == self._length)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of a training of `count` epochs, in place of `range(count)` and `set_epoch`.
+
+        From 0 on, in a job that goes on from a checkpoint from the epoch in which that was made, the rest of which comes
+        first. It ends when `should_stop()` is true.
+
+        Args:
+            count: The number of epochs in all, those of earlier jobs included.
+
+        Returns:
+            The numbers of the epochs.
+        """
+        return self.epochs_left(count, self._least() if self._drop_last else 1)
+
+    def _least(self) -> int:
+        """With `drop_last`: samples of which a pass gives at least one to each worker."""
+        return self.parts
+
+    def epochs_left(self, count: int, least: int) -> Iterator[int]:
+        """What an earlier job has left of an epoch counts from `least` samples on: fewer are dropped."""
+        while self._length and self.left() < min(least, self._length):
+            self.epoch += 1
+        while self.epoch < count and not self._session.should_stop():
+            epoch = self.epoch
+            self.set_epoch(epoch)
+            yield epoch
+            self.epoch = epoch + 1
+
+    # What is left of an epoch.
+
+    def left(self) -> int:
+        """The number of samples that are left of the epoch."""
+        self._forget_used()
+        begun = any(part["epoch"] == self.epoch for part in self._earlier)
+        return len(self._rest_of(self.epoch)) if begun else self._length
+
+    def _rest(self) -> list[int]:
+        self._forget_used()
+        return self._rest_of(self.epoch)
+
+    def _forget_used(self) -> None:
+        if any(one.used for one in self._complete if one.epoch == self.epoch):
+            # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
+            self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
+            self._complete = []
+
+    def _rest_of(self, epoch: int) -> list[int]:
+        order = order_of_epoch(self._length, self._seed if self._shuffle else None, epoch)
+        return list(remaining(order, [part for part in self._earlier if part["epoch"] == epoch]))
+
+    def _check_unsplit(self, spec: Spec) -> None:
+        """Refuse shards that are not one for each rank, in modes with shares by speed."""
+        rank, size, shard = self._session.rank, self._session.size, self._shard
+        if shard is not None and shard != (rank, size):
+            raise UsageError(
+                f"worker {rank}: {spec.text} shares a data set by the speed of the {size} ranks, and this sampler gives "
+                f"shard {shard[0]} of {shard[1]}; leave num_replicas= and rank= out, or use sync='bsp'"
+            )
+
+    @property
+    def parts(self) -> int:
+        """Into how many shards the data set is cut, where it is shared evenly."""
+        return self._shard[1] if self._shard else self._session.size
+
+    def each(self, length: int) -> int:
+        """Samples of a shard, of so many in all."""
+        return length // self.parts if self._drop_last else math.ceil(length / self.parts)
+
+    # Passes.
+
+    def _trains(self) -> bool:
+        """Are steps made of what is drawn now?"""
+        return self._training is True or (self._training is None and torch.is_grad_enabled())
+
+    def _evenly(self) -> Iterator[int]:
+        """A pass over this worker's shard."""
+        rest = self._rest()
+        rank, size = self._shard or (self._session.rank, self._session.size)
+        mine = [rest[place % len(rest)] for place in range(rank, self.each(len(rest)) * size, size)]
+        if self._training is False:
+            return iter(mine)
+        one, indices = Pass(self._name, self.epoch, self._shard), iter(mine)
+
+        def draw(trains: bool) -> int | None:
+            index = next(indices, None)
+            if index is not None:
+                self._ledger.count(one, trains)
+            return index
+
+        return self._held(one, draw)
+
+    def _dealt(self, shape: BatchShape, costs: CostTable | None = None, as_stream: bool = False) -> Iterator[Any]:
+        """A pass whose batches are dealt out. `as_stream`: a loader makes them again of single indices."""
+        ledger = self._ledger
+        one = Pass(self._name, self.epoch, cut=EpochCut(self._rest(), shape, costs))
+        one.leased = ledger.leases is not None and self._trains()
+        one.singles, one.known, one.each = as_stream or not shape.each, shape.each > 0, shape.each or CHUNK
+        one.earlier, one.order_of = self._unfinished(), self._rest_of
+
+        def draw(trains: bool) -> list[int] | None:
+            batch = ledger.draw(one, trains)
+            return None if batch is None else one.indices(batch)
+
+        batches = self._held(one, draw)
+        return chain.from_iterable(batches) if as_stream else batches
+
+    def _unfinished(self) -> set[int]:
+        """Epochs before this one that earlier jobs may not have done in full, where places were dealt out."""
+        return {part["epoch"] for part in self._earlier if part["epoch"] < self.epoch and "done" in part}
+
+    def _held(self, one: Pass, draw: Callable[[bool], T | None]) -> Held[T]:
+        """The iterator of a pass."""
+        self.passing = one
+        return Held(one, self._drawn(one, draw))
+
+    def _drawn(self, one: Pass, draw: Callable[[bool], T | None]) -> Iterator[T]:
+        self._ledger.begin(one)
+        try:
+            while (item := draw(trains := self._trains())) is not None:
+                if trains and self._session.registered is not None:
+                    self._session.registered.draw()  # what the script does after a step is done
+                yield item
+            one.complete = True
+            self._complete.append(one)
+        finally:
+            self._ledger.end(one)
+
+
+class DistributedSampler(EpochSampler):
     """Shards a data set over the workers, as torch's does, and resumes exactly. Give it to a `DataLoader` as `sampler=`.
 
     `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each epoch, from
@@ -74,105 +244,42 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         rank: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        self._session = current()
-        self._share = shard_of(num_replicas, rank) or self._session.data_axis
-        self._drop_last, self._training, self._batch_size = drop_last, training, batch_size
-        self._order = EpochOrder(self._session, dataset, shuffle, seed, training, name)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next pass; after a resume, the one to go on with."""
-        return self._order.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._order.epoch = epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; call it before each epoch.
-
-        Args:
-            epoch: The number of the epoch.
-        """
-        self._order.begin(epoch)
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of a training of `count` epochs, in place of `range(count)` and `set_epoch`.
-
-        From 0 on, in a job that goes on from a checkpoint from the epoch in which that was made, the rest of which comes
-        first. It ends when `should_stop()` is true.
-
-        Args:
-            count: The number of epochs in all, those of earlier jobs included.
-
-        Returns:
-            The numbers of the epochs.
-        """
-        return self._order.epochs(count, self._parts if self._drop_last else 1)
+        super().__init__(dataset, shuffle, seed, drop_last, training, name, num_replicas, rank)
+        self._batch_size = batch_size
 
     def __iter__(self) -> Iterator[int]:
-        if self._training is False:
-            yield from self._mine()
-            return
-        dealing = self._session.dealing
-        if dealing.spec is not None and dealing.spec.micro and self._trains():
-            shape = BatchShape(self._size_of_micro_batch(dealing.spec), dealing.spec.micro, self._drop_last)
-            deal = DealtEpoch(dealing, self._order.rest(), shape, None, self._order)
-            batches = deal.batches(self._order.name, self.epoch, self._trains, self._order.completed, as_stream=True)
-            with closing(batches):  # type: ignore[type-var]
-                for batch in batches:
-                    yield from batch
-            return
-        passing = self._session.positions.begin(self._order.name, self.epoch, self._share)
-        try:
-            for index in self._mine():
-                trains = self._trains()
-                if trains:
-                    self._order.drawing()
-                passing.draw(trains)
-                yield index
-            self._order.completed(passing.epoch, lambda: self._session.positions.used(passing))
-        finally:
-            passing.ended = True
-
-    def _trains(self) -> bool:
-        return self._training is True or torch.is_grad_enabled()
-
-    def _size_of_micro_batch(self, spec: Spec) -> int:
-        if self._batch_size is None and self._session.dealing.take is not None:
-            check_unsplit(self._share, self._session.rank, self._session.size, spec)
-            return 0  # step(samples=...) says how large they are
-        if self._batch_size is None:
+        spec = self._ledger.spec
+        if spec is None or not spec.micro or not self._trains():
+            return self._evenly()
+        if self._batch_size is None and self._ledger.leases is None:
             raise UsageError(
                 f"{spec.text} deals out whole micro-batches: expected DistributedSampler(..., batch_size=) with the "
                 "loader's batch_size, got none"
             )
-        check_unsplit(self._share, self._session.rank, self._session.size, spec)
-        return self._batch_size
+        self._check_unsplit(spec)
+        size = self._batch_size or 0  # else step(samples=...) says how large they are
+        return self._dealt(BatchShape(size, spec.micro, self._drop_last), as_stream=True)
 
     def __len__(self) -> int:
         """Samples of a whole epoch, also where a resumed job has only the rest of one before it."""
-        return self._each(self._order.length)
-
-    def _each(self, length: int) -> int:
-        return length // self._parts if self._drop_last else math.ceil(length / self._parts)
-
-    @property
-    def _parts(self) -> int:
-        """Into how many shards the data set is cut."""
-        return self._share[1] if self._share else self._session.size
-
-    def _mine(self) -> list[int]:
-        rest = self._order.rest()
-        rank, size = self._share or (self._session.rank, self._session.size)
-        each = self._each(len(rest))
-        return [rest[place % len(rest)] for place in range(rank, each * size, size)]
+        return self.each(self._length)
 
 
-def check_unsplit(share: tuple[int, int] | None, rank: int, size: int, spec: Spec) -> None:
-    """Refuse shards that are not one for each rank, in modes with shares by speed."""
-    if share is not None and share != (rank, size):
+def _shard_of(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
+    """Which shard of how many was asked for."""
+    if num_replicas is None and rank is None:
+        return None
+    if num_replicas is None or rank is None or not 0 <= rank < num_replicas:
         raise UsageError(
-            f"worker {rank}: {spec.text} shares a data set by the speed of the {size} ranks, and this sampler gives shard "
-            f"{share[0]} of {share[1]}; leave num_replicas= and rank= out, or use sync='bsp'"
+            f"expected num_replicas= and a rank= from 0 to one less, got num_replicas={num_replicas} and rank={rank}; "
+            "give both, or none of them"
         )
+    return rank, num_replicas
+
+
+def order_of_epoch(length: int, seed: int | None, epoch: int) -> list[int]:
+    """All samples, in the seeded order of an epoch, or as they are."""
+    if seed is None:
+        return list(range(length))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(length, generator=generator).tolist()  # type: ignore[no-any-return]
