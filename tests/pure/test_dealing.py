@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from polytempo.protocol.values import RoundPlan
 from polytempo.session.dealing import Dealing, DealtBatch, DealtPass
+
+from polytempo.protocol.values import RoundPlan
 from polytempo.sync.shares import ShareWeights, cut
 
 SIZE = 2

@@ -10,14 +10,14 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polytempo.session.dealing import Dealing, united
+from polytempo.train.dealt_epoch import BatchShape, CostTable, DealtEpoch
 
 from polytempo.errors import UsageError
 from polytempo.protocol.values import Position, RoundPlan
-from polytempo.session.dealing import Dealing, united
 from polytempo.sync.balance import SharesBySpeed
 from polytempo.sync.events import Pushed
 from polytempo.sync.joint_batches import joint_batches, ranges_of
-from polytempo.train.dealt_epoch import BatchShape, CostTable, DealtEpoch
 
 
 class Worker:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from polytempo.server.done_places import DonePlaces
+from polytempo.train.epoch_order import remaining
 
 from polytempo.protocol.values import Position
-from polytempo.server.done_places import DonePlaces
 from polytempo.sync.joint_batches import ranges_of
-from polytempo.train.epoch_order import remaining
 
 
 def place(*ranges: tuple[int, int], epoch: int = 0, length: int = 20) -> Position:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from polytempo.protocol.values import Position
 from polytempo.session.positions import Pass, Positions
+
+from polytempo.protocol.values import Position
 
 
 class Bench:

@@ -6,10 +6,10 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
+from polytempo.server.sample_leases import SampleLeases
 
 from polytempo.protocol.messages import LeaseSamples, Push
 from polytempo.protocol.values import Position, PushId
-from polytempo.server.sample_leases import SampleLeases
 
 WORKERS = 3
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from polytempo.protocol.messages import LeaseSamples, Push, SamplesLeased
 from polytempo.protocol.values import Position
-from polytempo.sync.epoch_parts import Place, name_of, parts_of
+from polytempo.sync.epoch_parts import name_of, parts_of
 from polytempo.sync.sample_queue import Range, SampleQueue, gathered, merged, without
 
 #: A worker holds at most this part of what is left for each worker, beyond what it needs now.
@@ -163,24 +163,23 @@ class SampleLedger:
             lost: Workers that the job went on without.
         """
         dealt = self._dealt()
-        named = dict.fromkeys(name for taken in self._taken for name in taken if name not in dealt)
-        result = [part for part in self._earlier if name_of(part) not in {*named, *dealt}]
-        result += [part for parts in dealt.values() for part in parts]
-        for name in named:  # in the order they came
-            positions = [
-                (self._before if worker in ahead else self._taken)[worker].get(name) for worker in range(self._size)
-            ]
-            if any(positions):
-                result += self._evenly(name, positions, lost)
-            else:  # none of it is applied yet
-                result += [part for part in self._earlier if name_of(part) == name]
-        return result
+        taken = [(self._before if worker in ahead else self._taken)[worker] for worker in range(self._size)]
+        samplers: dict[str, list[tuple[int, int] | None]] = {}
+        left_out: dict[str, set[int]] = {}
+        for name in dict.fromkeys(name for own in self._taken for name in own if name not in dealt):  # as they came
+            positions = [own.get(name) for own in taken]
+            if any(positions):  # else none of it is applied yet
+                samplers[name], left_out[name] = self._shares(positions, lost)
+        own_parts = [part for parts in dealt.values() for part in parts]
+        return own_parts + parts_of(samplers, [part for part in self._earlier if name_of(part) not in dealt], left_out)
 
-    def _evenly(self, name: str, positions: Sequence[Position | None], lost: Collection[int]) -> list[dict[str, Any]]:
-        """The parts of a sampler. Where several workers take the same part of the data, as the ranks of one replica of a
-        model do, one of them says so."""
+    def _shares(
+        self, positions: Sequence[Position | None], lost: Collection[int]
+    ) -> tuple[list[tuple[int, int] | None], set[int]]:
+        """How far each share of the data is, and which are left out. Where several workers take the same share, as the ranks
+        of one replica of a model do, one of them says so."""
         size = next((position.parts for position in positions if position and position.parts), self._size)
-        places: list[Place] = [None] * size
+        places: list[tuple[int, int] | None] = [None] * size
         left_out = set(range(size))
         for worker, position in enumerate(positions):
             share = position.part if position and position.parts else worker
@@ -188,12 +187,14 @@ class SampleLedger:
                 left_out.discard(share)
             if position and (position.parts or self._size) == size:
                 places[share] = max(places[share] or (0, 0), (position.epoch, position.taken))
-        return parts_of(name, places, self._earlier, left_out)
+        return places, left_out
 
     def _dealt(self) -> dict[str, list[dict[str, Any]]]:
         """The parts of samplers whose places were dealt out, by name. Another turn of an epoch starts over, without what
         earlier jobs have done of it."""
-        last = {sampler: epoch for sampler, epoch in sorted(self._turns) if any(one.trained for one in self._of(sampler, epoch))}
+        last = {
+            sampler: epoch for sampler, epoch in sorted(self._turns) if any(one.trained for one in self._of(sampler, epoch))
+        }
         result: dict[str, list[dict[str, Any]]] = {sampler: [] for sampler in last}
         for sampler, epoch in sorted(self._turns):
             turns = self._of(sampler, epoch)

@@ -30,10 +30,9 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, TypeVar
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
@@ -58,8 +57,6 @@ RETURNED = -1
 #: Seconds that a loader's thread waits for the end of an exchange.
 PATIENCE = 600.0
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, eq=False)
 class DealtBatch:
@@ -71,36 +68,35 @@ class DealtBatch:
 
 
 @dataclass(eq=False)
-class Pass:
+class SamplerPass:
     """One time through a sampler."""
 
     sampler: str
     epoch: int
-    share: tuple[int, int] | None = None  #: evenly: the part of the data that it gives, of how many, where not the worker's
+    mine: Iterator[int] = field(default_factory=lambda: iter(()))  #: evenly: the samples
+    share: tuple[int, int] | None = None  #: and the part of the data that they are, of how many, where not the worker's
     cut: EpochCut | None = None  #: how the epoch is cut, where batches are dealt out
     leased: bool = False
     earlier: set[int] = field(default_factory=set)  #: epochs of which places may have returned
     order_of: Callable[[int], Sequence[int]] = lambda epoch: ()  #: the samples of these, in their order
-    singles: bool = False  #: leased places are handed out one by one, and a loader makes batches of them
+    singles: bool = False  #: what is leased is handed out one by one, and a loader makes batches of it
     each: int = CHUNK  #: samples of a leased micro-batch
-    known: bool = True  #: are these the loader's? Else the steps tell
-    told: int = 0  #: samples trained on, evenly as far as steps or the loader tell
-    orders: dict[int, Sequence[int]] = field(default_factory=dict)
-    drawn: int = 0  #: samples handed out to the loader
-    fresh: int = (
-        0  #: of them (or of batches that were dealt) those that came since the last step: to the script, if it tells
-    )
+    told: int = 0  #: samples trained on, evenly, as far as steps or the loader tell
+    drawn: int = 0  #: evenly: samples handed out to the loader
+    fresh: int = 0  #: of them those that came since the last step; where the loader tells, what it gave to the script
     number: int = -1  #: -1: it has not drawn yet, or does not train
     following: int = 0  #: the joint batch that is cut next
     ready: deque[DealtBatch] = field(default_factory=deque)  #: this worker's, not handed out
     batches: deque[DealtBatch] = field(default_factory=deque)  #: handed out, and not trained on
     at: int = 0  #: the moment of its last draw, counted over all passes
-    ended: bool = False  #: nothing more is drawn
-    complete: bool = False  #: and all of it was
+    complete: bool = False  #: all of it was drawn
     held: bool = True  #: by its loader
     tells: bool = False  #: the loader says what it gives to the script
     over: bool = False  #: and that its loop has ended
     trained: bool = False  #: steps were made of it
+
+    def __post_init__(self) -> None:
+        self._orders = {} if self.cut is None else {self.epoch: self.cut.order}
 
     @property
     def order(self) -> Order:
@@ -111,7 +107,7 @@ class Pass:
     @property
     def goes_on(self) -> bool:
         """Is the script inside of it, as far as the loader tells?"""
-        return not (self.over if self.tells else self.ended)
+        return not self.over if self.tells else self.held and not self.complete
 
     @property
     def left(self) -> bool:
@@ -123,51 +119,24 @@ class Pass:
 
     @property
     def used(self) -> bool:
-        """Was it trained on, and not only looked at? An empty one counts."""
-        return self.trained or not (self.drawn if self.cut is None else self.cut.order)
-
-    def samples(self, epoch: int) -> Sequence[int]:
-        """Where batches are dealt out: the samples of this epoch, or of an earlier one, in their order."""
-        if epoch not in self.orders:
-            self.orders[epoch] = self.order_of(epoch) if self.cut is None or epoch != self.epoch else self.cut.order
-        return self.orders[epoch]
-
-    def indices(self, batch: DealtBatch) -> list[int]:
-        """The samples of a batch."""
-        order = self.samples(batch.position.epoch)
-        return [order[place] for start, stop in batch.position.done for place in range(start, stop)]
+        """Was it gone through to its end, and trained on, not only looked at? An empty one counts."""
+        return self.complete and (self.trained or not (self.drawn if self.cut is None else self.cut.order))
 
     def hand_out(self, samples: int) -> None:
-        """The loader gives a batch of so many samples to the script."""
+        """The loader gives a batch of this many samples to the script."""
         self.fresh = self.fresh * self.tells + (samples if self.cut is None else 1)
         self.tells = True
 
-    def take(self, samples: float | None) -> int:
-        """Evenly: a step was made of it, of this many samples by the script's word; the number that came since the last."""
-        came, self.fresh = self.fresh, 0
-        self.told += int(samples) if samples is not None else came * self.tells
-        return came
+    def samples_of(self, epoch: int) -> Sequence[int]:
+        """Where batches are dealt out: the samples of this epoch, or of an earlier one, in their order."""
+        if epoch not in self._orders:
+            self._orders[epoch] = self.order_of(epoch)
+        return self._orders[epoch]
 
     def position(self) -> Position:
         """Evenly: samples trained on where `step(samples=...)` or the loader says so, else those drawn by the loader."""
         taken = min(self.told, self.drawn) if self.told else self.drawn
         return Position(self.epoch, taken, self.sampler, *self.share or (-1, 0))
-
-
-class Held(Generic[T]):
-    """What a loader holds of a pass: the iterator of its sampler."""
-
-    def __init__(self, one: Pass, items: Iterator[T]) -> None:
-        self._pass, self._items = one, items
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        return next(self._items)
-
-    def __del__(self) -> None:
-        self._pass.held = False
 
 
 class Ledger:
@@ -181,20 +150,21 @@ class Ledger:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.spec: Spec | None = None  #: the mode by which batches are dealt; None: samplers share evenly
-        self.leases: Leases | None = None  #: leases places, in `anytime`
-        self._made_of: list[tuple[Pass, DealtBatch]] = []  # the batches of the last step that were dealt
+        self.ask: Callable[[LeaseSamples], SamplesLeased] | None = None  #: leases places from the sequencer, in `anytime`
         self.counted: float | None = None  #: samples of the last step, as far as samplers know; None: none has drawn them
         self._datasets: dict[int, list[Callable[[], object]]] = {}  # by length, in the order in which samplers came
         self._samplers = 0
-        self._passes: list[Pass] = []
-        self._training: dict[str, Pass] = {}  # of each sampler that steps were made of, the last
+        self._passes: list[SamplerPass] = []
+        self._training: dict[str, SamplerPass] = {}  # of each sampler that steps were made of, the last
+        self._made_of: list[tuple[SamplerPass, DealtBatch]] = []  # the batches of the last step that were dealt
         self._moments = count(1)
         self._even = tuple((worker, 1.0) for worker in range(size))
         self._table: list[tuple[Draw, ShareWeights]] = [((0, 0), self._even)]
         self._numbered = 0
         self._last_draw: Draw | None = None
-        self._returned: list[Position] = []  # leased places of passes that are over, that none was trained on
-        self._looked_at: list[Position] = []
+        self._requests = count(1)
+        self._turns: Counter[tuple[str, int]] = Counter()  # how often the end of a sampler's epoch was reached
+        self._unused: list[tuple[Position, bool]] = []  # leased places that none was trained on; were they looked at?
         self._state = threading.Condition()
         self._frozen_by: int | None = None  # the thread that pushes
 
@@ -216,78 +186,100 @@ class Ledger:
 
     # Draws.
 
-    def begin(self, one: Pass) -> None:
+    def begin(self, one: SamplerPass) -> None:
         """A sampler is gone through once more."""
-        if one.leased and self.leases is not None:
-            one.earlier |= set(self.leases.earlier(one.order))
+        if one.leased and self.ask is not None:
+            self.give_back()
+            one.earlier |= set(self.ask(self._question(one.order)).earlier)
         with self._state:
             self._passes.append(one)
 
-    def count(self, one: Pass, trains: bool) -> None:
-        """A sample of a pass that is shared evenly goes to the loader. `trains`: gradients are enabled, or the sampler is
-        known to train."""
-        one.drawn += 1
-        if trains and not one.tells:
-            one.fresh += 1
-        one.at = next(self._moments)
+    def draw(self, one: SamplerPass, trains: bool = True) -> int | list[int] | None:
+        """The next sample of a pass that is shared evenly, or the samples of the next batch; None at its end.
 
-    def draw(self, one: Pass, trains: bool = True) -> DealtBatch | None:
-        """The next batch of a pass that is dealt out; None at its end."""
+        Args:
+            one: The pass.
+            trains: Gradients are enabled, or the sampler is known to train.
+        """
+        one.at = next(self._moments)
+        if one.cut is None:
+            index = next(one.mine, None)
+            if index is not None:
+                one.drawn += 1
+                one.fresh += trains and not one.tells
+            return index
         if one.leased and not one.ready:
-            one.ready.extend(self._leased(one))  # the sequencer is asked: `step()` in another thread must not wait for it
+            one.ready.extend(self._leased(one, one.cut))  # without the lock: `step()` must not wait for the sequencer
         with self._turn():
             if trains and one.number < 0:
                 one.number = self._numbered
                 self._numbered += 1
             if not one.ready and not one.leased:
-                one.ready.extend(self._share(one))
+                one.ready.extend(self._share(one, one.cut))
             if not one.ready:
                 return None
             batch = one.ready.popleft()
-            one.at = next(self._moments)
             if one.number >= 0:
                 one.batches.append(batch)
-            return batch
+        order = one.samples_of(batch.position.epoch)
+        return [order[place] for start, stop in batch.position.done for place in range(start, stop)]
 
-    def _leased(self, one: Pass) -> list[DealtBatch]:
-        """A micro-batch, or the samples of one where a loader makes batches of single samples: of places that have returned
-        there may be fewer than its batch has. What has returned of earlier epochs comes first."""
-        assert self.leases is not None
-        assert one.cut is not None
-        order, places = one.order, list[Range]()
-        while one.earlier and not places:
-            epoch = min(one.earlier)
-            order = one.sampler, epoch, len(one.samples(epoch))
-            places = self.leases.take_returned(order, one.each)
-            if not places:
-                one.earlier.discard(epoch)
-        if not places:
-            order, places = one.order, self.leases.take(one.order, one.each)
-        own = order == one.order  # else its cost is not known
-        parts = [[(place, place + 1)] for span in places for place in range(*span)] if one.singles else [places]
-        return [_batch(order, part, one.cut.cost(part) if own else float(size_of(part))) for part in parts if part]
-
-    def _share(self, one: Pass) -> list[DealtBatch]:
+    def _share(self, one: SamplerPass, cut: EpochCut) -> list[DealtBatch]:
         """This worker's share of the joint batch that follows."""
-        assert one.cut is not None
         number = (one.number, one.following)
         weights = self._even if one.number < 0 else self.weights_at(number)
-        share = one.cut.share(one.following, self.rank, self.size, weights)
+        share = cut.share(one.following, self.rank, self.size, weights)
         if share and one.number >= 0:
             self._last_draw = max(number, self._last_draw or number)
         one.following += 1
-        last = len(share) - 1
-        return [_batch(one.order, places, cost, index == last) for index, (places, cost) in enumerate(share)]
+        ends = [index == len(share) for index in range(1, len(share) + 1)]
+        return [_batch(one.order, *batch, end) for batch, end in zip(share, ends, strict=True)]
+
+    def _leased(self, one: SamplerPass, cut: EpochCut) -> list[DealtBatch]:
+        """Some micro-batches, what has returned of earlier epochs first; or single samples, where a loader makes batches of
+        them: of places that have returned there may be fewer than its batch has."""
+        order, places = one.order, list[Range]()
+        while one.earlier and not places:
+            epoch = min(one.earlier)
+            order = one.sampler, epoch, len(one.samples_of(epoch))
+            places = self._lease(order, one.each, RETURNED)
+            if not places:
+                one.earlier.discard(epoch)
+        if not places:
+            order = one.order
+            places = self._lease(order, one.each)
+            self._turns[order[:2]] += not places  # the next pass asks for the epoch's next turn
+        found = []
+        while places:
+            part, places = split(places, 1 if one.singles else one.each)
+            cost = cut.cost(part) if order == one.order else float(size_of(part))
+            found.append(_batch(order, part, cost))
+        return found
+
+    def _lease(self, order: Order, places: int, turn: int | None = None) -> list[Range]:
+        """Ask for this many places; the sequencer gives more, but not near the end of an epoch."""
+        assert self.ask is not None
+        asked = self._question(order)
+        asked.count = places
+        if turn is None:
+            asked.ahead = AHEAD * places
+        else:
+            asked.turn = turn
+        return list(self.ask(asked).ranges)
+
+    def _question(self, order: Order) -> LeaseSamples:
+        sampler, epoch, length = order
+        turn = self._turns[sampler, epoch]
+        return LeaseSamples(request=next(self._requests), sampler=sampler, epoch=epoch, length=length, turn=turn)
 
     def weights_at(self, number: Draw) -> ShareWeights:
         """The weights by which this joint batch is cut."""
         return next((weights for since, weights in reversed(self._table) if since <= number), self._table[0][1])
 
-    def end(self, one: Pass) -> None:
-        """Nothing more of a pass is drawn; where the script has left it early, what is drawn and not trained on never will
-        be trained on."""
+    def let_go(self, one: SamplerPass) -> None:
+        """The loader has dropped a pass; where it has not drawn all of it, what is not trained on by now never will be."""
         with self._state:
-            one.ended = True
+            one.held = False
             if not one.complete:
                 self._drop(one)
 
@@ -306,26 +298,26 @@ class Ledger:
     # Steps.
 
     def trained(self, samples: float | None = None) -> tuple[Position, ...]:
-        """A step is made: of which places, where batches are dealt out (`batches`), else how far this worker is
-        in every sampler that trains.
+        """A step is made: of which places, where batches are dealt out (`batches`), else how far this worker is in every
+        sampler that trains.
 
         Args:
             samples: The weight that the script gave, which may be in other units than samples. Where batches are dealt a
                 step is one batch; where a loader makes batches of single samples, it is how many.
         """
         with self._state:
-            chosen, self._made_of = self._chosen(), []
-            came = 0
+            chosen, self._made_of, came = self._chosen(), [], 0
             for one in chosen:
-                if one.cut is None:
-                    came += one.take(samples)
+                if one.cut is not None:
+                    self._take(one, one.cut, samples)
                 else:
-                    self._take_dealt(one, samples)
+                    came += one.fresh
+                    one.told += int(samples) if samples is not None else one.fresh * one.tells
                 one.trained = True
                 self._training[one.sampler] = one
             self.counted = float(came) if self._training else None
             self._forget_passes(chosen)
-        return tuple(batch.position for _, batch in self._made_of) or self.positions()
+        return tuple(batch.position for batch in self.batches) or self.positions()
 
     @property
     def batches(self) -> list[DealtBatch]:
@@ -336,57 +328,53 @@ class Ledger:
         """How far this worker is in every sampler that trains and is shared evenly, as of the last step."""
         return tuple(one.position() for one in self._training.values() if one.cut is None)
 
-    def _chosen(self) -> list[Pass]:
+    def _chosen(self) -> list[SamplerPass]:
         """Of each sampler that trains the pass that the step was made of."""
-        left = [one for one in self._passes if one.left]
+        left = sorted((one for one in self._passes if one.left), key=lambda one: one.at)
         left = [one for one in left if one.cut is not None] or left
-        held = {one.sampler: one.at for one in sorted(left, key=lambda one: one.at) if one.held}
-        left = [one for one in left if not one.ended or one.held or one.at >= held.get(one.sampler, 0)]
+        held = {one.sampler: one.at for one in left if one.held}
+        left = [one for one in left if one.held or one.at >= held.get(one.sampler, 0)]
         training = [one for one in left if one.goes_on or one.trained]
         if not training:
+            dealt = any(one.cut is not None for one in left)
             known = [one for one in left if one.sampler in self._training]
-            counted = any(one.cut is None for one in left) and self._training  # a step on what the loader had already
-            training = sorted(known or ([] if counted else left), key=lambda one: one.at)[-1:]
+            # Evenly it may be a step on what the loader of a sampler that trains has read before, and not of another.
+            training = (known or (left if dealt or not self._training else []))[-1:]
         training.sort(key=lambda one: (one.goes_on, one.trained, one.at))
         return list({one.sampler: one for one in training}.values())
 
-    def _take_dealt(self, one: Pass, samples: float | None) -> None:
+    def _take(self, one: SamplerPass, cut: EpochCut, samples: float | None) -> None:
+        """The batch that was dealt first."""
         taken = 1
         if one.singles:
-            one.each = one.each if one.known else self._number_of(samples)
+            if not cut.shape.each and (samples is None or samples != int(samples)):
+                raise UsageError(
+                    f"worker {self.rank}: the samples of a micro-batch are not known: expected step(samples=len(x)), or "
+                    f"DistributedSampler(..., batch_size=) with the loader's batch_size, got samples={samples}"
+                )
+            one.each = cut.shape.each or int(samples or 0)
             taken = min(one.each, len(one.batches))
         self._made_of += [(one, one.batches.popleft()) for _ in range(taken)]
         one.fresh -= taken * one.tells
 
-    def _number_of(self, samples: float | None) -> int:
-        if samples is None or samples != int(samples):
-            raise UsageError(
-                f"worker {self.rank}: the samples of a micro-batch are not known: expected step(samples=len(x)), or "
-                f"DistributedSampler(..., batch_size=) with the loader's batch_size, got samples={samples}"
-            )
-        return int(samples)
-
-    def _forget_passes(self, chosen: Iterable[Pass]) -> None:
+    def _forget_passes(self, chosen: Iterable[SamplerPass]) -> None:
         """Keep the passes of which a later step may be made. What was drawn evenly for this one is not new any more."""
         now = {one.sampler: one.at for one in chosen}
-        kept = []
-        for one in self._passes:
-            if one.cut is None:
-                one.fresh = 0
+        passes, self._passes = self._passes, []
+        for one in passes:
+            one.fresh *= one.cut is not None
             if one.at >= now.get(one.sampler, 0) and (one.goes_on or (one.left and one.trained)):
-                kept.append(one)
+                self._passes.append(one)
             else:
                 self._drop(one)
-        self._passes = kept
 
-    def _drop(self, one: Pass) -> None:
+    def _drop(self, one: SamplerPass) -> None:
         """A pass is over: what it has leased and not trained on goes back. One that was gone through to its end without a
         step was looked at: its places are done."""
         if one.leased:
             looked_at = one.complete and not one.trained
-            for batch in (*one.batches, *one.ready):
-                own = batch.position.epoch == one.epoch
-                (self._looked_at if looked_at and own else self._returned).append(batch.position)
+            left = [batch.position for batch in (*one.batches, *one.ready)]
+            self._unused += [(position, looked_at and position.epoch == one.epoch) for position in left]
         one.batches.clear()
         one.ready.clear()
 
@@ -403,19 +391,22 @@ class Ledger:
         more is drawn of its pass."""
         with self._state:
             for one, batch in reversed(self._made_of):
-                if one.ended:
-                    self._returned.append(batch.position)
-                else:
+                if one.held and not one.complete:
                     one.ready.appendleft(batch)
+                else:
+                    self._unused.append((batch.position, False))
             self._made_of = []
 
     def give_back(self) -> None:
-        """Tell the sequencer of samples that this worker has leased and will not train on."""
+        """Tell the sequencer of places that this worker has leased and will not train on."""
         with self._state:
-            returned, self._returned = self._returned, []
-            looked_at, self._looked_at = self._looked_at, []
-        if self.leases is not None:
-            self.leases.give_back(returned, looked_at)
+            unused, self._unused = self._unused, []
+        found = gathered(((order_of(position), looked_at), position.done) for position, looked_at in unused)
+        for (order, looked_at), places in found.items():
+            assert self.ask is not None
+            asked = self._question(order)
+            asked.back, asked.done = ((), tuple(places)) if looked_at else (tuple(places), ())
+            self.ask(asked)
 
     @property
     def in_pass(self) -> bool:
@@ -465,88 +456,16 @@ class Ledger:
 
     def _forget_weights(self) -> None:
         """Drop weights of the table by which nothing is cut any more."""
-        numbers = [(one.number, one.following) for one in self._passes if one.number >= 0 and not one.ended]
+        numbers = [(one.number, one.following) for one in self._passes if one.number >= 0 and not one.complete]
         first = min([*numbers, (self._numbered, 0)])
         used = [index for index, (since, _) in enumerate(self._table) if since <= first]
         self._table = self._table[max(used, default=0) :]
 
 
-class Leases:
-    """The places that a worker has leased and not handed out yet, of all its samplers (`server/sample_ledger.py`).
-
-    The sequencer gives less ahead near the end of an epoch. What was leased and not handed out goes back when the worker
-    turns to another epoch.
-
-    Args:
-        send: Asks the sequencer.
-        lock: Held meanwhile.
-    """
-
-    def __init__(self, send: Callable[[LeaseSamples], SamplesLeased], lock: AbstractContextManager[object]) -> None:
-        self._send, self._lock = send, lock
-        self._requests = 0
-        self._stock: dict[Order, list[Range]] = {}
-        self._turns: Counter[tuple[str, int]] = Counter()  # how often the end of a sampler's epoch was reached
-
-    def take(self, order: Order, count: int) -> list[Range]:
-        """Lease up to this many places; none where nothing is left for now: the next call asks for the epoch's next turn."""
-        with self._lock:
-            self._turn_to(order)
-            stock = list(self._stock.get(order, ()))
-            asked = self._question(order)
-            asked.count, asked.ahead = count - size_of(stock), AHEAD * count
-            if asked.count > 0:
-                stock += self._send(asked).ranges
-            taken, self._stock[order] = split(stock, count)
-            self._turns[order[:2]] += not taken
-            return taken
-
-    def take_returned(self, order: Order, count: int) -> list[Range]:
-        """Lease up to this many places of an epoch that was gone through before: what has returned of it."""
-        with self._lock:
-            asked = self._question(order)
-            asked.turn, asked.count = RETURNED, count
-            return list(self._send(asked).ranges)
-
-    def earlier(self, order: Order) -> tuple[int, ...]:
-        """Epochs before this one of which places have returned to the queue since all workers came to their end."""
-        with self._lock:
-            self._turn_to(order)
-            return self._send(self._question(order)).earlier
-
-    def give_back(self, positions: Iterable[Position], looked_at: Iterable[Position] = ()) -> None:
-        """Places that were handed out and will not be trained on by this worker; `looked_at`: by none, in this turn."""
-        with self._lock:
-            for position in united(positions):
-                self._give_back(order_of(position), position.done)
-            for position in united(looked_at):
-                asked = self._question(order_of(position))
-                asked.done = position.done
-                self._send(asked)
-
-    def _give_back(self, order: Order, places: Iterable[Range]) -> None:
-        asked = self._question(order)
-        asked.back = tuple(places)
-        self._send(asked)
-
-    def _turn_to(self, order: Order) -> None:
-        """Give back what is left of the sampler's other orders."""
-        for other in [other for other in self._stock if other[0] == order[0] and other != order]:
-            if stock := self._stock.pop(other):
-                self._give_back(other, stock)
-
-    def _question(self, order: Order) -> LeaseSamples:
-        self._requests += 1
-        sampler, epoch, length = order
-        turn = self._turns[sampler, epoch]
-        return LeaseSamples(request=self._requests, sampler=sampler, epoch=epoch, length=length, turn=turn)
-
-
 def united(positions: Iterable[Position]) -> tuple[Position, ...]:
     """The places of several micro-batches: one position for each order."""
-    return tuple(
-        _position(order, places) for order, places in gathered((order_of(one), one.done) for one in positions).items()
-    )
+    found = gathered((order_of(one), one.done) for one in positions)
+    return tuple(_position(order, places) for order, places in found.items())
 
 
 def order_of(position: Position) -> Order:

@@ -28,7 +28,7 @@ from polytempo.strategy.distribution import Distribution
 from polytempo.strategy.failures import JobFailures
 from polytempo.strategy.state import exchanged
 from polytempo.strategy.strategy import Strategy
-from polytempo.sync.epoch_parts import parts_of_all
+from polytempo.sync.epoch_parts import parts_of
 from polytempo.tensor_parallel.cross_entropy import gather_logits
 from polytempo.tensor_parallel.group import RankTensorGroup
 from polytempo.train.optimizer import DistributedOptimizer
@@ -232,9 +232,11 @@ class DistributedModel:
         """
         self.consolidate()
         with self._failing_together():
-            mine = [(one.sampler, one.epoch, one.taken) for one in self._made.session.ledger.positions()]
+            mine = {one.sampler: (one.epoch, one.taken) for one in self._made.session.ledger.positions()}
             each = self.mesh.pipe * self.mesh.tensor  # the ranks of a replica draw the same samples: its first says how many
-            positions = parts_of_all(exchanged(self._groups.job, mine)[::each], self._earlier)
+            replicas = exchanged(self._groups.job, mine)[::each]
+            names = dict.fromkeys(name for of_replica in replicas for name in of_replica)
+            positions = parts_of({name: [one.get(name) for one in replicas] for name in names}, self._earlier)
             said, ranks = "", self._own_state() if self.optimizer.spec.at_workers else []
             if self.point.data == 0:
                 model = self._state.gather()

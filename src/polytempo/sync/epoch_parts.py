@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from polytempo.sync.sample_queue import Range
 
 EpochPart = Mapping[str, Any]
-#: A worker's epoch, and the samples taken of it; None: it has not begun.
-Place = tuple[int, int] | None
+#: Of each worker its epoch, and the samples taken of it; None: it has not begun.
+WorkerPlaces = Sequence[tuple[int, int] | None]
 
 T = TypeVar("T")
 
@@ -27,35 +27,27 @@ WHOLE = 1 << 62
 
 
 def parts_of(
-    sampler: str, places: Sequence[Place], earlier: Sequence[EpochPart], lost: Collection[int] = ()
+    samplers: Mapping[str, WorkerPlaces], earlier: Iterable[EpochPart], lost: Mapping[str, Collection[int]] | None = None
 ) -> list[dict[str, Any]]:
-    """The parts of one sampler, after those of earlier jobs.
+    """The parts of samplers, after those of earlier jobs.
 
     Args:
-        sampler: Its name.
-        places: Where each worker is. One of them has begun.
-        earlier: The parts of earlier jobs, of any sampler.
-        lost: Workers that are lost: the rest of their shares is not made up for, except of the last epoch.
+        samplers: By name where each worker is; one of them has begun.
+        earlier: The parts of earlier jobs.
+        lost: For each sampler workers that are lost: the rest of their shares is not made up for, except of the last epoch.
     """
-    known = [place for place in places if place is not None]
-    last = max(epoch for epoch, _ in known)
-    going_on = [place[0] for worker, place in enumerate(places) if place is not None and worker not in lost]
-    own = [dict(part) for part in earlier if name_of(part) == sampler]
-    result: list[dict[str, Any]] = []
-    for epoch in range(min(going_on, default=last), last + 1):
-        taken = [WHOLE if worker in lost and epoch < last else _taken(place, epoch) for worker, place in enumerate(places)]
-        result += [part for part in own if part["epoch"] == epoch]
-        result.append({"sampler": sampler, "epoch": epoch, "size": len(places), "taken": taken})
-    return result + [part for part in own if part["epoch"] > last]
-
-
-def parts_of_all(replicas: Sequence[Sequence[tuple[str, int, int]]], earlier: Sequence[EpochPart]) -> list[dict[str, Any]]:
-    """From each replica's samplers (name, epoch, samples taken): the parts of each sampler."""
-    named = dict.fromkeys(name for mine in replicas for name, _, _ in mine)
-    result = [dict(part) for part in earlier if name_of(part) not in named]
-    for name in named:
-        found = [next(((epoch, taken) for other, epoch, taken in mine if other == name), None) for mine in replicas]
-        result += parts_of(name, found, earlier)
+    before = [dict(part) for part in earlier]
+    result = [part for part in before if name_of(part) not in samplers]
+    for sampler, places in samplers.items():
+        own = [part for part in before if name_of(part) == sampler]
+        gone = lost[sampler] if lost is not None else ()
+        last = max(place[0] for place in places if place is not None)
+        going_on = [place[0] for worker, place in enumerate(places) if place is not None and worker not in gone]
+        for epoch in range(min(going_on, default=last), last + 1):
+            taken = [WHOLE if worker in gone and epoch < last else _taken(one, epoch) for worker, one in enumerate(places)]
+            result += [part for part in own if part["epoch"] == epoch]
+            result.append({"sampler": sampler, "epoch": epoch, "size": len(places), "taken": taken})
+        result += [part for part in own if part["epoch"] > last]
     return result
 
 
@@ -64,7 +56,7 @@ def name_of(part: EpochPart) -> str:
     return str(part.get("sampler", ""))
 
 
-def _taken(place: Place, epoch: int) -> int:
+def _taken(place: tuple[int, int] | None, epoch: int) -> int:
     if place is None or place[0] < epoch:
         return 0
     return place[1] if place[0] == epoch else WHOLE

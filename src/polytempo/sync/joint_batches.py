@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from polytempo.errors import UsageError
 from polytempo.sync.sample_queue import Range, merged, size_of
@@ -22,47 +23,20 @@ from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 #: The cost of a sample, by its index in the data set.
 SampleCost = Callable[[int], float]
 #: A batch of one worker: places of the epoch's order, and what they are expected to cost.
-Batch = tuple[tuple[Range, ...], float]
+DealtPlaces = tuple[tuple[Range, ...], float]
 
 
-def joint_batches(count: int, joint: int, workers: int, drop_last: bool = False) -> list[Range]:
-    """Cut units, samples or micro-batches, into joint batches.
+def checked_cost(cost: SampleCost) -> SampleCost:
+    """The same, asked once for each sample; `UsageError` where it gives no number from 0 on."""
 
-    Args:
-        count: How many there are.
-        joint: Those of a joint batch.
-        workers: Each of them gets at least one in each.
-        drop_last: Leave out a last joint batch that is smaller than the others.
-
-    Returns:
-        From where to where each goes; beyond `count` only where there are fewer units than workers.
-    """
-    whole, rest = divmod(count, joint)
-    batches = [(number * joint, (number + 1) * joint) for number in range(whole)]
-    if not rest or drop_last:
-        return batches
-    if rest >= workers:
-        return [*batches, (whole * joint, count)]
-    if batches:
-        return [*batches[:-1], (batches[-1][0], count)]
-    return [(0, workers)]
-
-
-class CostTable:
-    """What samples are expected to cost, asked once for each."""
-
-    def __init__(self, cost: SampleCost) -> None:
-        self._cost, self._known = cost, dict[int, float]()
-
-    def of(self, index: int) -> float:
-        """The cost of a sample; `UsageError` where it is no number from 0 on."""
-        known = self._known.get(index)
-        if known is None:
-            known = float(self._cost(index))
-            if not 0 <= known < math.inf:
-                raise UsageError(f"expected cost(index) to return a number from 0 on, got {known} for sample {index}")
-            self._known[index] = known
+    @cache
+    def of(index: int) -> float:
+        known = float(cost(index))
+        if not 0 <= known < math.inf:
+            raise UsageError(f"expected cost(index) to return a number from 0 on, got {known} for sample {index}")
         return known
+
+    return of
 
 
 @dataclass(frozen=True)
@@ -80,11 +54,17 @@ class BatchShape:
         return length // self.each if self.drop_last else math.ceil(length / self.each)
 
     def joint_batches(self, length: int, workers: int) -> list[Range]:
-        """The joint batches of an epoch, in samples or micro-batches."""
-        count = self.units(length)
-        if not self.micro:
-            return joint_batches(count, self.each * workers, workers, self.drop_last)
-        return [] if self.drop_last and count < workers else joint_batches(count, self.micro * workers, workers)
+        """The joint batches of an epoch, in units; beyond the last only where there are fewer units than workers."""
+        count, joint = self.units(length), (self.micro or self.each) * workers
+        whole, rest = divmod(count, joint)
+        batches = [(number * joint, (number + 1) * joint) for number in range(whole)]
+        if not rest or (self.drop_last and not self.micro):
+            return batches
+        if rest >= workers:
+            return [*batches, (whole * joint, count)]
+        if batches:
+            return [*batches[:-1], (batches[-1][0], count)]
+        return [] if self.drop_last else [(0, workers)]
 
 
 class EpochCut:
@@ -96,7 +76,7 @@ class EpochCut:
         costs: What samples cost; None: 1 each.
     """
 
-    def __init__(self, order: Sequence[int], shape: BatchShape, costs: CostTable | None = None) -> None:
+    def __init__(self, order: Sequence[int], shape: BatchShape, costs: SampleCost | None = None) -> None:
         self.order, self.shape, self._costs = order, shape, costs
         self._joint: list[Range] | None = None
 
@@ -106,7 +86,7 @@ class EpochCut:
         each, length = self.shape.each, len(self.order)
         return length // each * each if self.shape.drop_last and each else length
 
-    def share(self, number: int, rank: int, workers: int, weights: ShareWeights) -> list[Batch]:
+    def share(self, number: int, rank: int, workers: int, weights: ShareWeights) -> list[DealtPlaces]:
         """A worker's share of a joint batch, by weights of all that are there; none at the end of the epoch."""
         if self._joint is None:
             self._joint = self.shape.joint_batches(len(self.order), workers) if self.order else []
@@ -135,4 +115,4 @@ class EpochCut:
         """What these places cost."""
         if self._costs is None:
             return float(size_of(places))
-        return sum(self._costs.of(self.order[place]) for start, stop in places for place in range(start, stop))
+        return sum(self._costs(self.order[place]) for start, stop in places for place in range(start, stop))

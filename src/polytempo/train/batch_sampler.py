@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sized
 from torch.utils.data import BatchSampler
 
 from polytempo.errors import UsageError
-from polytempo.sync.joint_batches import BatchShape, CostTable, SampleCost
+from polytempo.sync.joint_batches import BatchShape, SampleCost, checked_cost
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.sampler import EpochSampler
 
@@ -72,14 +72,14 @@ class DistributedBatchSampler(EpochSampler):
             raise UsageError(f"expected batch_size= of at least 1 for DistributedBatchSampler, got {batch_size!r}")
         super().__init__(dataset, shuffle, seed, drop_last, training, name, num_replicas, rank)
         self.batch_size, self.drop_last = batch_size, drop_last
-        self._costs = CostTable(cost) if cost is not None else None
+        self._costs = checked_cost(cost) if cost is not None else None
 
     def _least(self) -> int:
-        spec = self._ledger.spec
+        spec = self._session.ledger.spec
         return self._shape(spec).each if spec is not None and spec.micro else self.batch_size * self.parts
 
     def __iter__(self) -> Iterator[list[int]]:
-        spec = self._ledger.spec
+        spec = self._session.ledger.spec
         if spec is None:
             return iter(BatchSampler(self._evenly(), self.batch_size, self.drop_last))
         self._check_unsplit(spec)
@@ -91,7 +91,7 @@ class DistributedBatchSampler(EpochSampler):
 
     def __len__(self) -> int:
         """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
-        spec = self._ledger.spec or parse_spec(self._session.job.sync)
+        spec = self._session.ledger.spec or parse_spec(self._session.job.sync)
         if not spec.measured:
             return len(BatchSampler(range(self.each(self._length)), self.batch_size, self.drop_last))
         size, shape = self._session.size, self._shape(spec)

@@ -35,11 +35,12 @@ import torch
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.profile_ranges import profiled
+from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.values import Position
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
-from polytempo.session.ledger import Leases, united
+from polytempo.session.ledger import united
 from polytempo.session.session import Session
 from polytempo.sync.anytime import Pace, fits, latest
 from polytempo.sync.spec import Spec
@@ -125,7 +126,7 @@ class DeadlineUpdate(StepUpdate):
         self._exchanged = 0.0  # seconds that the script has waited since the last push
         self._ledger = session.ledger
         if deals and session.client is not None:
-            self._ledger.leases = Leases(session.client.lease, session.lock)
+            self._ledger.ask = self._ask
         context = contextvars.copy_context()
         name = f"polytempo rounds {rounds.reducer.name}"
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=name, daemon=True)
@@ -171,6 +172,11 @@ class DeadlineUpdate(StepUpdate):
             if not self._goes_on():
                 self._end_round()
         self._ledger.give_back()
+
+    def _ask(self, asked: LeaseSamples) -> SamplesLeased:
+        with self._session.lock:
+            assert self._session.client is not None
+            return self._session.client.lease(asked)
 
     def _is_last(self) -> bool:
         """Has the last round ended? All workers leave after it, so nothing is kept for another."""

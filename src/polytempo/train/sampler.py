@@ -19,18 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sized
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from polytempo.errors import UsageError
-from polytempo.session.ledger import CHUNK, Held, Pass
-from polytempo.session.session import current
+from polytempo.session.ledger import CHUNK, SamplerPass
+from polytempo.session.session import Session, current
 from polytempo.sync.epoch_parts import epoch_to_go_on_with, name_of, remaining
-from polytempo.sync.joint_batches import BatchShape, CostTable, EpochCut
+from polytempo.sync.joint_batches import BatchShape, EpochCut, SampleCost
 from polytempo.sync.spec import Spec
-
-T = TypeVar("T")
 
 
 class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
@@ -48,18 +46,17 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
         rank: int | None,
     ) -> None:
         session = self._session = current()
-        self._ledger = session.ledger
         self._shard = _shard_of(num_replicas, rank) or session.data_axis
         self._length, self._shuffle, self._drop_last, self._training = len(dataset), shuffle, drop_last, training
         self._seed = session.job.seed if seed is None else seed
         earlier = session.job.positions
         nameless = any(not name_of(part) for part in earlier)
-        self._name = self._ledger.identify(dataset, self._length, shuffle, name, nameless)
+        self._name = session.ledger.identify(dataset, self._length, shuffle, name, nameless)
         self._earlier = [] if training is False else [part for part in earlier if name_of(part) == self._name]
-        self._complete: list[Pass] = []  # passes that ran to their end
+        self._passes: list[SamplerPass] = []  # of this epoch
         #: The epoch of the next pass; after a resume, the one to go on with.
         self.epoch = epoch_to_go_on_with(self._earlier or earlier)
-        self.passing: Pass | None = None  #: the last
+        self.passing: SamplerPass | None = None  #: the last
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; call it before each epoch.
@@ -112,10 +109,10 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
         return self._rest_of(self.epoch)
 
     def _forget_used(self) -> None:
-        if any(one.used for one in self._complete if one.epoch == self.epoch):
+        if any(one.used for one in self._passes if one.epoch == self.epoch):
             # The rest of an interrupted epoch was trained on: another pass without `set_epoch` is a whole one.
             self._earlier = [part for part in self._earlier if part["epoch"] != self.epoch]
-            self._complete = []
+            self._passes = []
 
     def _rest_of(self, epoch: int) -> list[int]:
         order = order_of_epoch(self._length, self._seed if self._shuffle else None, epoch)
@@ -136,12 +133,12 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
         return self._shard[1] if self._shard else self._session.size
 
     def each(self, length: int) -> int:
-        """Samples of a shard, of so many in all."""
+        """Samples of a shard of this many."""
         return length // self.parts if self._drop_last else math.ceil(length / self.parts)
 
     # Passes.
 
-    def _trains(self) -> bool:
+    def trains(self) -> bool:
         """Are steps made of what is drawn now?"""
         return self._training is True or (self._training is None and torch.is_grad_enabled())
 
@@ -149,54 +146,48 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
         """A pass over this worker's shard."""
         rest = self._rest()
         rank, size = self._shard or (self._session.rank, self._session.size)
-        mine = [rest[place % len(rest)] for place in range(rank, self.each(len(rest)) * size, size)]
-        if self._training is False:
-            return iter(mine)
-        one, indices = Pass(self._name, self.epoch, self._shard), iter(mine)
+        mine = iter([rest[place % len(rest)] for place in range(rank, self.each(len(rest)) * size, size)])
+        return mine if self._training is False else self._begin(SamplerPass(self._name, self.epoch, mine, self._shard))
 
-        def draw(trains: bool) -> int | None:
-            index = next(indices, None)
-            if index is not None:
-                self._ledger.count(one, trains)
-            return index
-
-        return self._held(one, draw)
-
-    def _dealt(self, shape: BatchShape, costs: CostTable | None = None, as_stream: bool = False) -> Iterator[Any]:
+    def _dealt(self, shape: BatchShape, costs: SampleCost | None = None, as_stream: bool = False) -> Iterator[Any]:
         """A pass whose batches are dealt out. `as_stream`: a loader makes them again of single indices."""
-        ledger = self._ledger
-        one = Pass(self._name, self.epoch, cut=EpochCut(self._rest(), shape, costs))
-        one.leased = ledger.leases is not None and self._trains()
-        one.singles, one.known, one.each = as_stream or not shape.each, shape.each > 0, shape.each or CHUNK
-        one.earlier, one.order_of = self._unfinished(), self._rest_of
-
-        def draw(trains: bool) -> list[int] | None:
-            batch = ledger.draw(one, trains)
-            return None if batch is None else one.indices(batch)
-
-        batches = self._held(one, draw)
+        one = SamplerPass(self._name, self.epoch, cut=EpochCut(self._rest(), shape, costs))
+        one.leased = self._session.ledger.ask is not None and self.trains()
+        one.singles, one.each = as_stream or not shape.each, shape.each or CHUNK
+        # Epochs before this one that earlier jobs may not have done in full.
+        one.earlier = {part["epoch"] for part in self._earlier if part["epoch"] < self.epoch and "done" in part}
+        one.order_of = self._rest_of
+        batches = self._begin(one)
         return chain.from_iterable(batches) if as_stream else batches
 
-    def _unfinished(self) -> set[int]:
-        """Epochs before this one that earlier jobs may not have done in full, where places were dealt out."""
-        return {part["epoch"] for part in self._earlier if part["epoch"] < self.epoch and "done" in part}
-
-    def _held(self, one: Pass, draw: Callable[[bool], T | None]) -> Held[T]:
-        """The iterator of a pass."""
+    def _begin(self, one: SamplerPass) -> Iterator[Any]:
         self.passing = one
-        return Held(one, self._drawn(one, draw))
+        self._passes = [*(other for other in self._passes if other.epoch == self.epoch), one]
+        return Draws(self._session, one, self.trains)
 
-    def _drawn(self, one: Pass, draw: Callable[[bool], T | None]) -> Iterator[T]:
-        self._ledger.begin(one)
-        try:
-            while (item := draw(trains := self._trains())) is not None:
-                if trains and self._session.registered is not None:
-                    self._session.registered.draw()  # what the script does after a step is done
-                yield item
+
+class Draws:
+    """The iterator of a pass, which a loader holds."""
+
+    def __init__(self, session: Session, one: SamplerPass, trains: Callable[[], bool]) -> None:
+        self._session, self._pass, self._trains = session, one, trains
+        session.ledger.begin(one)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        one, trains = self._pass, self._trains()
+        item = None if one.complete else self._session.ledger.draw(one, trains)
+        if item is None:
             one.complete = True
-            self._complete.append(one)
-        finally:
-            self._ledger.end(one)
+            raise StopIteration
+        if trains and self._session.registered is not None:
+            self._session.registered.draw()  # what the script does after a step is done (`script_state.py`)
+        return item
+
+    def __del__(self) -> None:
+        self._session.ledger.let_go(self._pass)
 
 
 class DistributedSampler(EpochSampler):
@@ -248,10 +239,11 @@ class DistributedSampler(EpochSampler):
         self._batch_size = batch_size
 
     def __iter__(self) -> Iterator[int]:
-        spec = self._ledger.spec
-        if spec is None or not spec.micro or not self._trains():
+        ledger = self._session.ledger
+        spec = ledger.spec
+        if spec is None or not spec.micro or not self.trains():
             return self._evenly()
-        if self._batch_size is None and self._ledger.leases is None:
+        if self._batch_size is None and ledger.ask is None:
             raise UsageError(
                 f"{spec.text} deals out whole micro-batches: expected DistributedSampler(..., batch_size=) with the "
                 "loader's batch_size, got none"
