@@ -22,14 +22,10 @@ class CheckpointContents:
     """The name and the manifest of a checkpoint of this moment: what it must hold beside the tensors."""
 
     def __init__(
-        self,
-        plan: JobPlan,
-        clocks: dict[str, OptimizerClock],
-        statistics: list[WorkerStatistics],
-        budget: JobBudget,
-        ledger: SampleLedger,
+        self, plan: JobPlan, clocks: dict[str, OptimizerClock], statistics: list[WorkerStatistics], budget: JobBudget
     ) -> None:
-        self._plan, self._clocks, self._statistics, self._budget, self._ledger = plan, clocks, statistics, budget, ledger
+        self._plan, self._clocks, self._statistics, self._budget = plan, clocks, statistics, budget
+        self.ledger = SampleLedger(plan.size, plan.resumed.get("positions", []))
         self._lost_before: set[int] | None = None  # workers that were lost before the job was told to end
 
     def at(self, step: int, pushes: int) -> Checkpoint:
@@ -62,7 +58,7 @@ class CheckpointContents:
             "size": self._plan.size,
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
-            "positions": self._ledger.parts({push.id.worker for push in pending if push.positions}, self._lost()),
+            "positions": self.ledger.parts({push.id.worker for push in pending if push.positions}, self._lost()),
             "tracks": {
                 name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version, **_policy(clock)}
                 for name, clock in self._clocks.items()

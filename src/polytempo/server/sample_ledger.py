@@ -192,19 +192,21 @@ class SampleLedger:
     def _dealt(self) -> dict[str, list[dict[str, Any]]]:
         """The parts of samplers whose places were dealt out, by name. Another turn of an epoch starts over, without what
         earlier jobs have done of it."""
-        last = {
-            sampler: epoch for sampler, epoch in sorted(self._turns) if any(one.trained for one in self._of(sampler, epoch))
-        }
+        last = dict(key for key in sorted(self._turns) if any(one.trained for one in self._of(*key)))
+        before: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for part in self._earlier:
+            before.setdefault((name_of(part), part["epoch"]), []).append(part)
         result: dict[str, list[dict[str, Any]]] = {sampler: [] for sampler in last}
-        for sampler, epoch in sorted(self._turns):
-            turns = self._of(sampler, epoch)
-            lacks = self._leased and any(not one.queue.is_done for one in turns)
-            if epoch > last.get(sampler, -1) or (epoch < last[sampler] and not lacks):
+        for sampler, epoch in sorted({*self._turns, *before}):
+            turns, final = self._of(sampler, epoch), last.get(sampler, -1)
+            lacks = not turns or any(not one.queue.is_done for one in turns)
+            if final < 0 or (epoch < final and not (lacks and self._leased and epoch > final - EPOCHS)):
                 continue
             trained = [one for one in turns if one.trained]
-            turn = trained[-1] if trained else turns[-1]
             if len(trained) < 2:
-                result[sampler] += [one for one in self._earlier if (name_of(one), one["epoch"]) == (sampler, epoch)]
-            done = [list(place) for place in turn.trained]
-            result[sampler].append({"sampler": sampler, "epoch": epoch, "length": turn.queue.length, "done": done})
+                result[sampler] += before.get((sampler, epoch), [])
+            if epoch <= final and turns:
+                turn = (trained or turns)[-1]
+                done = [list(place) for place in turn.trained]
+                result[sampler].append({"sampler": sampler, "epoch": epoch, "length": turn.queue.length, "done": done})
         return result

@@ -323,8 +323,8 @@ class Sequencer:
         self.clocks: dict[str, OptimizerClock] = {}
         self.statistics = [WorkerStatistics(worker) for worker in range(plan.size)]
         self.budget = JobBudget(plan)
-        self.ledger = SampleLedger(plan.size, plan.resumed.get("positions", []))
-        self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget, self.ledger)
+        self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
+        self.ledger = self.checkpoints.ledger
         self.guard = DivergenceGuard(plan.size, self.statistics)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget, self.guard)
         self._arrivals = PushArrivals(plan.shards)

@@ -238,16 +238,20 @@ class Ledger:
     def _leased(self, one: SamplerPass, cut: EpochCut) -> list[DealtBatch]:
         """Some micro-batches, what has returned of earlier epochs first; or single samples, where a loader makes batches of
         them: of places that have returned there may be fewer than its batch has."""
+        assert self.ask is not None
         order, places = one.order, list[Range]()
         while one.earlier and not places:
             epoch = min(one.earlier)
             order = one.sampler, epoch, len(one.samples_of(epoch))
-            places = self._lease(order, one.each, RETURNED)
+            asked = self._question(order)
+            asked.turn, asked.count = RETURNED, one.each
+            places = list(self.ask(asked).ranges)
             if not places:
                 one.earlier.discard(epoch)
         if not places:
-            order = one.order
-            places = self._lease(order, one.each)
+            order, asked = one.order, self._question(one.order)
+            asked.count, asked.ahead = one.each, AHEAD * one.each  # near the end of an epoch the sequencer gives less
+            places = list(self.ask(asked).ranges)
             self._turns[order[:2]] += not places  # the next pass asks for the epoch's next turn
         found = []
         while places:
@@ -255,17 +259,6 @@ class Ledger:
             cost = cut.cost(part) if order == one.order else float(size_of(part))
             found.append(_batch(order, part, cost))
         return found
-
-    def _lease(self, order: Order, places: int, turn: int | None = None) -> list[Range]:
-        """Ask for this many places; the sequencer gives more, but not near the end of an epoch."""
-        assert self.ask is not None
-        asked = self._question(order)
-        asked.count = places
-        if turn is None:
-            asked.ahead = AHEAD * places
-        else:
-            asked.turn = turn
-        return list(self.ask(asked).ranges)
 
     def _question(self, order: Order) -> LeaseSamples:
         sampler, epoch, length = order

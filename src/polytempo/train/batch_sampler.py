@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler
 from polytempo.errors import UsageError
 from polytempo.sync.joint_batches import BatchShape, SampleCost, checked_cost
 from polytempo.sync.spec import Spec, parse_spec
-from polytempo.train.sampler import EpochSampler
+from polytempo.train.sampler import EpochSampler, shard_of
 
 
 class DistributedBatchSampler(EpochSampler):
@@ -70,7 +70,7 @@ class DistributedBatchSampler(EpochSampler):
     ) -> None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise UsageError(f"expected batch_size= of at least 1 for DistributedBatchSampler, got {batch_size!r}")
-        super().__init__(dataset, shuffle, seed, drop_last, training, name, num_replicas, rank)
+        super().__init__(dataset, shuffle, seed, drop_last, training, name, shard_of(num_replicas, rank))
         self.batch_size, self.drop_last = batch_size, drop_last
         self._costs = checked_cost(cost) if cost is not None else None
 

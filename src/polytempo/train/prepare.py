@@ -38,6 +38,8 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
         else:
             drops = drop_last and spec is not None  # else the loader drops what is short
             samples = self._share = DistributedSampler(dataset, shuffle, drop_last=drops, batch_size=size)
+            if drop_last and spec is None:  # the loader drops, not the sampler
+                samples.least = (size or 1) * samples.parts
             super().__init__(dataset, sampler=samples, **options)
         self._session, self._begun = current(), False
 
@@ -60,12 +62,7 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
                     ...
             ```
         """
-        share = self._share
-        if isinstance(share, DistributedSampler) and self.drop_last:  # the loader drops, not the sampler
-            epochs = share.epochs_left(count, (self.batch_size or 1) * share.parts)
-        else:
-            epochs = share.epochs(count)
-        for epoch in epochs:
+        for epoch in self._share.epochs(count):
             self._begun = False
             yield epoch
             self._begun = False

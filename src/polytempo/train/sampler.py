@@ -30,33 +30,29 @@ from polytempo.sync.epoch_parts import epoch_to_go_on_with, name_of, remaining
 from polytempo.sync.joint_batches import BatchShape, EpochCut, SampleCost
 from polytempo.sync.spec import Spec
 
+#: Which shard of how many; None: each rank's own.
+Shard = tuple[int, int] | None
+
 
 class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
     """The epochs of a sampler: one seeded order each, without what earlier jobs have trained on."""
 
     def __init__(
-        self,
-        dataset: Sized,
-        shuffle: bool,
-        seed: int | None,
-        drop_last: bool,
-        training: bool | None,
-        name: str,
-        num_replicas: int | None,
-        rank: int | None,
+        self, data: Sized, shuffle: bool, seed: int | None, drop_last: bool, training: bool | None, name: str, shard: Shard
     ) -> None:
         session = self._session = current()
-        self._shard = _shard_of(num_replicas, rank) or session.data_axis
-        self._length, self._shuffle, self._drop_last, self._training = len(dataset), shuffle, drop_last, training
+        self._shard = shard or session.data_axis
+        self._length, self._shuffle, self._drop_last, self._training = len(data), shuffle, drop_last, training
         self._seed = session.job.seed if seed is None else seed
         earlier = session.job.positions
         nameless = any(not name_of(part) for part in earlier)
-        self._name = session.ledger.identify(dataset, self._length, shuffle, name, nameless)
+        self._name = session.ledger.identify(data, self._length, shuffle, name, nameless)
         self._earlier = [] if training is False else [part for part in earlier if name_of(part) == self._name]
         self._passes: list[SamplerPass] = []  # of this epoch
         #: The epoch of the next pass; after a resume, the one to go on with.
         self.epoch = epoch_to_go_on_with(self._earlier or earlier)
         self.passing: SamplerPass | None = None  #: the last
+        self.least = 1  #: what an earlier job has left of an epoch is dropped by the loader where it has fewer samples
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; call it before each epoch.
@@ -80,21 +76,17 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
         Returns:
             The numbers of the epochs.
         """
-        return self.epochs_left(count, self._least() if self._drop_last else 1)
-
-    def _least(self) -> int:
-        """With `drop_last`: samples of which a pass gives at least one to each worker."""
-        return self.parts
-
-    def epochs_left(self, count: int, least: int) -> Iterator[int]:
-        """What an earlier job has left of an epoch counts from `least` samples on: fewer are dropped."""
-        while self._length and self.left() < min(least, self._length):
+        while self._length and self.left() < min(self._least() if self._drop_last else self.least, self._length):
             self.epoch += 1
         while self.epoch < count and not self._session.should_stop():
             epoch = self.epoch
             self.set_epoch(epoch)
             yield epoch
             self.epoch = epoch + 1
+
+    def _least(self) -> int:
+        """With `drop_last`: samples of which a pass gives at least one to each worker."""
+        return self.parts
 
     # What is left of an epoch.
 
@@ -235,7 +227,7 @@ class DistributedSampler(EpochSampler):
         rank: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        super().__init__(dataset, shuffle, seed, drop_last, training, name, num_replicas, rank)
+        super().__init__(dataset, shuffle, seed, drop_last, training, name, shard_of(num_replicas, rank))
         self._batch_size = batch_size
 
     def __iter__(self) -> Iterator[int]:
@@ -257,7 +249,7 @@ class DistributedSampler(EpochSampler):
         return self.each(self._length)
 
 
-def _shard_of(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
+def shard_of(num_replicas: int | None, rank: int | None) -> Shard:
     """Which shard of how many was asked for."""
     if num_replicas is None and rank is None:
         return None
