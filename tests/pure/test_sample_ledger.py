@@ -1,5 +1,5 @@
-"""The ledger of samples at the sequencer, and those of workers with it: every sample is trained on once an epoch, whatever is
-read ahead, abandoned, discarded, lost with its worker, asked twice, or left for a job that goes on."""
+"""The ledger of samples at the sequencer, and those of workers with it: every sample is trained on once an epoch, whatever
+is read ahead, abandoned, discarded, lost with its worker, asked twice, or left for a job that goes on."""
 
 from __future__ import annotations
 
@@ -168,7 +168,6 @@ class Trainee:
             self.one.complete = drawn is None
             self.read += drawn is not None
         if not self.read:
-            self.ledger.let_go(self.one)
             return None
         self.read -= 1
         positions = self.ledger.trained()
@@ -177,8 +176,7 @@ class Trainee:
 
     def turn_over(self) -> None:
         """The pass is over, or left."""
-        if not self.one.complete:
-            self.ledger.let_go(self.one)
+        self.ledger.let_go(self.one)
         self.epoch += 1
         self.begin()
 
@@ -217,15 +215,13 @@ class Job:
         what = self.dice.choice(["settle", "settle", "leave early", "die", "abandon"])
         if what == "settle":
             self.settle()
-        elif what == "leave early" and worker.epoch < EPOCHS - 1:
+        elif what == "leave early" and worker.read and not worker.one.earlier and worker.epoch < EPOCHS - 1:
             worker.turn_over()
         elif what == "die":
             self.ledger.left(worker.rank, self.pending)
             self.workers[worker.rank] = Trainee(self, worker.rank)
         elif what == "abandon" and worker.step() is not None:
             worker.ledger.abandon()
-            worker.read += not worker.one.complete  # it is drawn again, with the next
-            worker.read -= not worker.one.complete
             worker.ledger.give_back()
 
     def run(self, steps: int) -> Parts:

@@ -31,14 +31,21 @@ from polytempo.sync.joint_batches import BatchShape, EpochCut, SampleCost
 from polytempo.sync.spec import Spec
 
 #: Which shard of how many; None: each rank's own.
-Shard = tuple[int, int] | None
+SharePlace = tuple[int, int] | None
 
 
 class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
     """The epochs of a sampler: one seeded order each, without what earlier jobs have trained on."""
 
     def __init__(
-        self, data: Sized, shuffle: bool, seed: int | None, drop_last: bool, training: bool | None, name: str, shard: Shard
+        self,
+        data: Sized,
+        shuffle: bool,
+        seed: int | None,
+        drop_last: bool,
+        training: bool | None,
+        name: str,
+        shard: SharePlace,
     ) -> None:
         session = self._session = current()
         self._shard = shard or session.data_axis
@@ -249,7 +256,7 @@ class DistributedSampler(EpochSampler):
         return self.each(self._length)
 
 
-def shard_of(num_replicas: int | None, rank: int | None) -> Shard:
+def shard_of(num_replicas: int | None, rank: int | None) -> SharePlace:
     """Which shard of how many was asked for."""
     if num_replicas is None and rank is None:
         return None
