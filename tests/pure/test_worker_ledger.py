@@ -167,6 +167,27 @@ def test_several_samplers_may_train() -> None:
     assert made(ledger, 8) == {"one": (0, 16), "two": (0, 4)}
 
 
+def test_what_is_abandoned_is_drawn_again_first_or_given_back() -> None:
+    given_back, left = list[tuple[tuple[int, int], ...]](), [((0, 8),)]
+
+    def ask(asked: LeaseSamples) -> SamplesLeased:
+        given_back.extend([asked.back] if asked.back else [])
+        return SamplesLeased(request=asked.request, ranges=left.pop() if asked.count and left else ())
+
+    ledger = Ledger(0, 1)
+    ledger.ask = ask
+    train = Loader(ledger, ahead=1)
+    train.one.leased, train.one.each = True, EACH
+    assert [train.next(), made(ledger)] == [[*range(4)], {"train": (0, 0)}]
+    ledger.abandon()
+    assert [train.next(), made(ledger)] == [[*range(4, 8)], {"train": (0, 4)}]
+    assert [train.next(), made(ledger)] == [[*range(4)], {"train": (0, 0)}]
+    train.end()
+    ledger.abandon()
+    ledger.give_back()
+    assert given_back == [((0, 4),)], "nothing more is drawn of its pass"
+
+
 def test_names_are_the_same_for_the_same_data_and_tell_others_apart() -> None:
     ledger, train, check, other = Ledger(0, 1), list(range(9)), list(range(9)), [0] * 8
 

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.communication import all_reduce
 from polytempo.train.kv import KV, Array
-from polytempo.train.sampler import DistributedSampler
+from polytempo.train.sampler import DistributedBatchSampler, DistributedSampler
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -47,12 +47,7 @@ class Turn:
 
 
 class SampleLedger:
-    """The samples of a job.
-
-    Args:
-        size: The number of workers.
-        earlier: What the jobs that it goes on from have done of epochs, as their checkpoints say.
-    """
+    """The samples of a job of some workers. `earlier`: the parts of the jobs that it goes on from."""
 
     def __init__(self, size: int, earlier: Sequence[dict[str, Any]] = ()) -> None:
         self._size, self._earlier = size, earlier
@@ -156,12 +151,8 @@ class SampleLedger:
     # Checkpoints.
 
     def parts(self, ahead: Collection[int], lost: Collection[int]) -> list[dict[str, Any]]:
-        """How far each sampler is: this job's part, after those of the jobs it goes on from.
-
-        Args:
-            ahead: Workers whose last push is not applied.
-            lost: Workers that the job went on without.
-        """
+        """How far each sampler is: this job's part, after those of the jobs it goes on from. The last push of the workers in
+        `ahead` is not applied, and the job went on without those that are `lost`."""
         dealt = self._dealt()
         taken = [(self._before if worker in ahead else self._taken)[worker] for worker in range(self._size)]
         samplers: dict[str, list[tuple[int, int] | None]] = {}
@@ -199,12 +190,13 @@ class SampleLedger:
         result: dict[str, list[dict[str, Any]]] = {sampler: [] for sampler in last}
         for sampler, epoch in sorted({*self._turns, *before}):
             turns, final = self._of(sampler, epoch), last.get(sampler, -1)
-            lacks = not turns or any(not one.queue.is_done for one in turns)
+            earlier = before.get((sampler, epoch), [])
+            lacks = any(not one.queue.is_done for one in turns) if turns else any("done" in part for part in earlier)
             if final < 0 or (epoch < final and not (lacks and self._leased and epoch > final - EPOCHS)):
                 continue
             trained = [one for one in turns if one.trained]
             if len(trained) < 2:
-                result[sampler] += before.get((sampler, epoch), [])
+                result[sampler] += earlier
             if epoch <= final and turns:
                 turn = (trained or turns)[-1]
                 done = [list(place) for place in turn.trained]

@@ -18,8 +18,8 @@ of which something is left a step is made of
     2. those that have ended and have trained before: a loader has read the rest of them ahead
     3. where there are none: the last, of a sampler that has trained before if there is one
 
-and of each sampler of one: the first by this order, then the one that was drawn from last. What has ended without a step was
-looked at (an evaluation), and so was what is drawn while gradients are disabled. A pass that has ended and is not held by a
+and of each sampler of one: that which was drawn from last. What has ended without a step was looked at (an evaluation), and
+so was what is drawn while gradients are disabled. A pass that has ended and is not held by a
 loader any more was left early if a loader holds a later one. Where a pass that is shared evenly has trained, and neither its
 loader nor `step(samples=...)` tells how much of it, something is left: the loader may have read ahead.
 """
@@ -140,12 +140,7 @@ class SamplerPass:
 
 
 class Ledger:
-    """The samples of one worker.
-
-    Args:
-        rank: The worker's.
-        size: The number of workers.
-    """
+    """The samples of a worker, of a job of this size."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -195,12 +190,8 @@ class Ledger:
             self._passes.append(one)
 
     def draw(self, one: SamplerPass, trains: bool = True) -> int | list[int] | None:
-        """The next sample of a pass that is shared evenly, or the samples of the next batch; None at its end.
-
-        Args:
-            one: The pass.
-            trains: Gradients are enabled, or the sampler is known to train.
-        """
+        """The next sample of a pass that is shared evenly, or the samples of the next batch; None at its end. `trains`:
+        gradients are enabled, or the sampler is known to train."""
         one.at = next(self._moments)
         if one.cut is None:
             index = next(one.mine, None)
@@ -294,10 +285,8 @@ class Ledger:
         """A step is made: of which places, where batches are dealt out (`batches`), else how far this worker is in every
         sampler that trains.
 
-        Args:
-            samples: The weight that the script gave, which may be in other units than samples. Where batches are dealt a
-                step is one batch; where a loader makes batches of single samples, it is how many.
-        """
+        `samples` is the weight that the script gave, which may be in other units. Where batches are dealt a step is one
+        batch; where a loader makes batches of single samples, it says how many."""
         with self._state:
             chosen, self._made_of, came = self._chosen(), [], 0
             for one in chosen:
@@ -333,7 +322,6 @@ class Ledger:
             known = [one for one in left if one.sampler in self._training]
             # Evenly it may be a step on what the loader of a sampler that trains has read before, and not of another.
             training = (known or (left if dealt or not self._training else []))[-1:]
-        training.sort(key=lambda one: (one.goes_on, one.trained, one.at))
         return list({one.sampler: one for one in training}.values())
 
     def _take(self, one: SamplerPass, cut: EpochCut, samples: float | None) -> None:
@@ -425,11 +413,7 @@ class Ledger:
             return dict(weights).get(self.rank, 0.0) * len(weights) / whole
 
     def freeze(self) -> Draw | None:
-        """A push is made: nothing is drawn until its answer is here.
-
-        Returns:
-            The last draw, for `Push.drawn`.
-        """
+        """A push is made: nothing is drawn until its answer is here. The last draw, for `Push.drawn`."""
         with self._state:
             self._frozen_by = threading.get_ident()
             return self._last_draw

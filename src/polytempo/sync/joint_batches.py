@@ -68,13 +68,7 @@ class BatchShape:
 
 
 class EpochCut:
-    """What is left of an epoch's order, as it is cut.
-
-    Args:
-        order: The samples, in the order of the epoch.
-        shape: How batches are cut.
-        costs: What samples cost; None: 1 each.
-    """
+    """What is left of an epoch's order, as it is cut. Without `costs` a sample costs 1."""
 
     def __init__(self, order: Sequence[int], shape: BatchShape, costs: SampleCost | None = None) -> None:
         self.order, self.shape, self._costs = order, shape, costs

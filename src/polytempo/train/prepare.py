@@ -10,9 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from polytempo.errors import UsageError
 from polytempo.session.session import current, init, is_initialized
-from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.sampler import DistributedSampler
+from polytempo.train.sampler import DistributedBatchSampler, DistributedSampler
 
 #: What a loader is made with, and keeps under the same name.
 KEPT = (

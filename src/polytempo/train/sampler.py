@@ -1,4 +1,5 @@
-"""`DistributedSampler`: shares a data set among the workers, and goes on where a checkpoint left off.
+"""`DistributedSampler` and `DistributedBatchSampler`: they share a data set among the workers, and go on where a checkpoint
+left off.
 
 An epoch is one seeded order of all samples; worker r of n takes places r, r + n, r + 2n, ... of it. Where several ranks have
 parts of one replica of the model, all of them take the same samples: there r is the replica, of n replicas.
@@ -12,6 +13,12 @@ the last few not at all.
 
 In modes that deal out whole micro-batches (`bsp+balance,micro=M`, `anytime`) the order is cut in micro-batches of the
 loader's `batch_size`, and a worker gets as many as it is dealt (`sync/joint_batches.py`): every sample once.
+
+`DistributedBatchSampler` makes batches whose size follows the workers' speed. Under `bsp+balance` joint batch k of an epoch
+is places k * B to (k + 1) * B of its order, B = batch_size x workers, and each worker's batch is its share of it by the
+weights in force. Every sample is used once in an epoch, and every worker gets at least one in each joint batch. With `cost`
+shares are cut by predicted cost: long sequences are dealt out so that all workers take equally long, though the numbers of
+their samples differ. In modes without shares by speed its batches are those of a `DistributedSampler`.
 """
 
 from __future__ import annotations
@@ -22,30 +29,24 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 from polytempo.errors import UsageError
 from polytempo.session.ledger import CHUNK, SamplerPass
 from polytempo.session.session import Session, current
 from polytempo.sync.epoch_parts import epoch_to_go_on_with, name_of, remaining
-from polytempo.sync.joint_batches import BatchShape, EpochCut, SampleCost
-from polytempo.sync.spec import Spec
+from polytempo.sync.joint_batches import BatchShape, EpochCut, SampleCost, checked_cost
+from polytempo.sync.spec import Spec, parse_spec
 
 #: Which shard of how many; None: each rank's own.
-SharePlace = tuple[int, int] | None
+ShardOf = tuple[int, int] | None
 
 
 class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
     """The epochs of a sampler: one seeded order each, without what earlier jobs have trained on."""
 
     def __init__(
-        self,
-        data: Sized,
-        shuffle: bool,
-        seed: int | None,
-        drop_last: bool,
-        training: bool | None,
-        name: str,
-        shard: SharePlace,
+        self, data: Sized, shuffle: bool, seed: int | None, drop_last: bool, training: bool | None, name: str, shard: ShardOf
     ) -> None:
         session = self._session = current()
         self._shard = shard or session.data_axis
@@ -234,7 +235,7 @@ class DistributedSampler(EpochSampler):
         rank: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        super().__init__(dataset, shuffle, seed, drop_last, training, name, shard_of(num_replicas, rank))
+        super().__init__(dataset, shuffle, seed, drop_last, training, name, _shard_of(num_replicas, rank))
         self._batch_size = batch_size
 
     def __iter__(self) -> Iterator[int]:
@@ -256,7 +257,84 @@ class DistributedSampler(EpochSampler):
         return self.each(self._length)
 
 
-def shard_of(num_replicas: int | None, rank: int | None) -> SharePlace:
+class DistributedBatchSampler(EpochSampler):
+    """Shards a data set over the workers in batches, whose size follows their speed where the mode says so. Give it to a
+    `DataLoader` as `batch_sampler=`.
+
+    `for epoch in sampler.epochs(100)` goes on at the right epoch after a resume; or call `set_epoch` before each epoch, from
+    `epoch` on.
+
+    Args:
+        dataset: The data set; only its length is read.
+        batch_size: The mean batch of a worker: the joint batch has `batch_size` times the number of workers, whatever the
+            shares are. With `micro=M` in the mode, and under `anytime` (8), it hands out micro-batches of `batch_size / M`
+            samples, rounded up: a worker takes M of them in a round, on average.
+        shuffle: A new order in each epoch, the same on all workers.
+        seed: The seed of the order; the job's `--seed` by default.
+        drop_last: Leave out the last joint batch of an epoch where it is smaller than the others. By default it is used; one
+            with fewer samples than workers goes with the joint batch before it.
+        cost: What a sample costs, by its index: tokens, frames, bytes. Shares are then cut by cost, so that samples of very
+            different length keep all workers busy for equally long. It is asked once for each sample, on every worker.
+        training: As for `DistributedSampler`. With False, all workers get even shares.
+        name: As for `DistributedSampler`.
+        num_replicas: As for `DistributedSampler`; not in modes with shares by speed.
+        rank: With `num_replicas`.
+
+    Raises:
+        UsageError: `init` was not called, `batch_size` is no number from 1 on, or there is no such shard.
+
+    Example:
+        ```python
+        sampler = pt.DistributedBatchSampler(data, batch_size=32, cost=lambda index: len(data[index]))
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
+        ```
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int | None = None,
+        drop_last: bool = False,
+        *,
+        cost: SampleCost | None = None,
+        training: bool | None = None,
+        name: str = "",
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise UsageError(f"expected batch_size= of at least 1 for DistributedBatchSampler, got {batch_size!r}")
+        super().__init__(dataset, shuffle, seed, drop_last, training, name, _shard_of(num_replicas, rank))
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self._costs = checked_cost(cost) if cost is not None else None
+
+    def _least(self) -> int:
+        spec = self._session.ledger.spec
+        return self._shape(spec).each if spec is not None and spec.micro else self.batch_size * self.parts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        spec = self._session.ledger.spec
+        if spec is None:
+            return iter(BatchSampler(self._evenly(), self.batch_size, self.drop_last))
+        self._check_unsplit(spec)
+        return self._dealt(self._shape(spec), self._costs)
+
+    def _shape(self, spec: Spec) -> BatchShape:
+        size = math.ceil(self.batch_size / spec.micro) if spec.micro else self.batch_size
+        return BatchShape(size, spec.micro, self.drop_last)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
+        spec = self._session.ledger.spec or parse_spec(self._session.job.sync)
+        if not spec.measured:
+            return len(BatchSampler(range(self.each(self._length)), self.batch_size, self.drop_last))
+        size, shape = self._session.size, self._shape(spec)
+        return math.ceil(shape.units(self._length) / size) if spec.micro else len(shape.joint_batches(self._length, size))
+
+
+def _shard_of(num_replicas: int | None, rank: int | None) -> ShardOf:
     """Which shard of how many was asked for."""
     if num_replicas is None and rank is None:
         return None
