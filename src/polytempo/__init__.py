@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from polytempo.strategy.fit_history import History as History
     from polytempo.strategy.strategy import Strategy as Strategy
     from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
-    from polytempo.train.batch_sampler import DistributedBatchSampler as DistributedBatchSampler
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
     from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
     from polytempo.train.communication import Group as Group
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from polytempo.train.evaluation_statistics import evaluation_statistics as evaluation_statistics
     from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
     from polytempo.train.prepare import prepare as prepare
+    from polytempo.train.sampler import DistributedBatchSampler as DistributedBatchSampler
     from polytempo.train.sampler import DistributedSampler as DistributedSampler
     from polytempo.train.script_state import RngState as RngState
     from polytempo.train.script_state import register_for_checkpointing as register_for_checkpointing
@@ -102,7 +102,6 @@ _MODULES = {
     "strategy.strategy": ("Strategy",),
     "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
-    "train.batch_sampler": ("DistributedBatchSampler",),
     "train.communication": (
         *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "explain_algorithm", "gather"),
         *("irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "reform", "scatter", "send"),
@@ -110,7 +109,7 @@ _MODULES = {
     "train.evaluation_statistics": ("evaluation_statistics",),
     "train.optimizer": ("DistributedOptimizer",),
     "train.prepare": ("prepare",),
-    "train.sampler": ("DistributedSampler",),
+    "train.sampler": ("DistributedBatchSampler", "DistributedSampler"),
     "train.script_state": ("RngState", "register_for_checkpointing"),
 }
 

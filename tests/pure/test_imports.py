@@ -167,7 +167,7 @@ PURE = (
     "protocol",
     "server/sequencer.py",
     "server/optimizer_clock.py",
-    "server/done_places.py",
+    "server/sample_ledger.py",
     "server/divergence_guard.py",
     "server/effects.py",
     "server/worker_statistics.py",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polytempo.protocol.messages import Push
-from polytempo.protocol.values import Position, PushId
+from polytempo.protocol.values import PushId
 from polytempo.server.job_plan import Limits
 from polytempo.server.worker_statistics import WorkerStatistics, sum_up
 
@@ -29,12 +29,11 @@ def running(worker: int = 0, at: float = 0.0) -> WorkerStatistics:
 
 def test_a_push_adds_to_every_figure_of_its_own() -> None:
     account = running()
-    account.pushed(push(samples=16.0, computed=2.0, exchanged=0.5, sent=100, received=200, positions=(Position(0, 16),)))
+    account.pushed(push(samples=16.0, computed=2.0, exchanged=0.5, sent=100, received=200))
     account.pushed(push(samples=8.0, computed=1.0, exchanged=0.25, sent=300, received=500, nonfinite=True))
     assert (account.steps, account.samples, account.nonfinite) == (2, 24.0, 1)
     assert (account.computing_s, account.exchanging_s) == (3.0, 0.75)
     assert (account.bytes_sent, account.bytes_received) == (300, 500), "a worker says what it sent in all, not since"
-    assert account.positions == {"": Position(0, 16)}, "one that says nothing of its data has not gone back"
 
 
 def test_the_display_counts_the_steps_of_a_block_one_by_one() -> None:

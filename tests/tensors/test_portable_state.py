@@ -12,8 +12,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.strategy.portable_state import by_name, by_number, joined, merged, renamed, sharded
-from polytempo.strategy.sampler_positions import parts_of_all
-from polytempo.sync.epoch_parts import WHOLE
+from polytempo.sync.epoch_parts import WHOLE, parts_of
 from polytempo.tensor_parallel.sharding import Sharding
 
 
@@ -113,12 +112,11 @@ def test_positions_of_replicas_make_a_part_for_each_sampler_and_epoch_that_is_no
         {"sampler": "train", "epoch": 1, "size": 4, "taken": [9, 9, 9, 9]},
         {"sampler": "other", "epoch": 0, "size": 2, "taken": [3, 3]},
     ]
-    replicas = [[["train", 2, 8]], [["train", 1, 20]], [["train", 2, 4]]]
-    assert parts_of_all(replicas, earlier) == [
+    assert parts_of({"train": [(2, 8), (1, 20), (2, 4)]}, earlier) == [
         earlier[2],
         earlier[1],
         {"sampler": "train", "epoch": 1, "size": 3, "taken": [WHOLE, 20, WHOLE]},
         earlier[0],
         {"sampler": "train", "epoch": 2, "size": 3, "taken": [8, 0, 4]},
     ]
-    assert parts_of_all([[], []], earlier) == earlier
+    assert parts_of({}, earlier) == earlier

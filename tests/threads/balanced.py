@@ -12,8 +12,8 @@ from helpers import loss_of, small_model, weights
 from torch import nn
 
 from polytempo.session.session import Session
-from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.train.sampler import DistributedBatchSampler
 
 #: Samples a second of a worker, by its rank and the number of its step.
 Speed = Callable[[int, int], float]

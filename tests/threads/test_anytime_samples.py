@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.communication import all_reduce
 from polytempo.train.kv import KV, Array
-from polytempo.train.sampler import DistributedSampler
+from polytempo.train.sampler import DistributedBatchSampler, DistributedSampler
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,6 +37,11 @@ def loader_of(kind: str, data: TensorDataset) -> tuple[Any, DataLoader]:
         return sampler, DataLoader(data, batch_sampler=sampler)
     sampler = DistributedSampler(data, seed=3, batch_size=BATCH if kind == "sampler with batch_size" else None)
     return sampler, DataLoader(data, BATCH, sampler=sampler)
+
+
+def done(job: ThreadJob) -> list[tuple[int, list[list[int]]]]:
+    """What a checkpoint would say: each sampler's last epoch, and those before it that are not done."""
+    return [(part["epoch"], part["done"]) for part in job.sequencer.checkpoints.manifest(0, 0)["positions"]]
 
 
 @pytest.mark.parametrize("kind", ["batch_sampler", "sampler with batch_size", "sampler"])
@@ -66,11 +70,9 @@ def test_every_sample_counts_once_an_epoch(tmp_path: Path, kind: str, late: str)
 
     with ThreadJob(3, 1, f"anytime:{LONG},late={late}", record=tmp_path) as job:
         stats = job.run(work)
-        queues = dict(job.sequencer.leases._queues)
     check_record(tmp_path)
     assert sum(one["abandoned"] for one in stats) > 2 if late == "drop" else sum(one["late"] for one in stats) > 2
-    assert sorted(epoch for _, epoch, _ in queues) == [0, 1, 2]
-    assert all(queue.is_done for queue in queues.values())
+    assert done(job) == [(2, [[0, LENGTH]])]
     assert job.summary["samples"] == 3 * LENGTH
     assert Counter(index for _, indices in used for index in indices) == Counter(dict.fromkeys(range(LENGTH), 3))
     shares = [one["step"] for one in stats]
@@ -129,9 +131,8 @@ def test_samples_of_a_discarded_push_are_used_by_others() -> None:
 
     with ThreadJob(2, 1, "anytime:0.05") as job:
         job.run(work)
-        queues = dict(job.sequencer.leases._queues)
     assert job.summary["discarded"] >= 1
-    assert all(queue.is_done for queue in queues.values())
+    assert done(job) == [(0, [[0, 40]])]
     assert Counter(used) == Counter(range(40))
 
 
@@ -166,10 +167,9 @@ def test_data_that_is_evaluated_is_not_trained_on() -> None:
 
     with ThreadJob(2, 1, f"anytime:{LONG}") as job:
         job.run(work)
-        queues = dict(job.sequencer.leases._queues)
     assert job.summary["samples"] == 3 * 48
     assert all(seen[epoch] == Counter(range(20)) for epoch in range(3))
-    assert all(queue.is_done for (name, _, _), queue in queues.items() if name.endswith("48"))
+    assert done(job) == [(2, [[0, 48]])], "of what is evaluated there is nothing in a checkpoint"
 
 
 def test_a_loader_that_reads_ahead_loses_nothing() -> None:
@@ -200,9 +200,8 @@ def test_a_loader_that_reads_ahead_loses_nothing() -> None:
 
     with ThreadJob(2, 1, f"anytime:{LONG}") as job:
         dropped = job.run(work)
-        queues = dict(job.sequencer.leases._queues)
     assert dropped[1] > 0
-    assert all(queue.is_done for queue in queues.values())
+    assert done(job) == [(3, [[0, 64]])]
     assert used == Counter(dict.fromkeys(range(64), 4))
 
 

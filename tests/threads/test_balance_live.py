@@ -19,10 +19,9 @@ from polytempo.reducer import collective_reducer
 from polytempo.reducer.collective_reducer import BucketRounds
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.communication import Group
 from polytempo.train.prepare import prepare
-from polytempo.train.sampler import DistributedSampler
+from polytempo.train.sampler import DistributedBatchSampler, DistributedSampler
 
 pytestmark = pytest.mark.timeout(60)
 

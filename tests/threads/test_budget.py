@@ -14,10 +14,9 @@ from polytempo.errors import UsageError
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.prepare import prepare
-from polytempo.train.sampler import DistributedSampler
+from polytempo.train.sampler import DistributedBatchSampler, DistributedSampler
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.both_wires]
 

@@ -240,7 +240,7 @@ def test_a_script_that_never_sets_the_epoch_gets_whole_passes_after_the_interrup
         passes.append([])
         for index in sampler:
             passes[-1].append(index)
-            session.positions.pushed(1)
+            session.ledger.trained(1)
     assert [len(one) for one in passes] == [36 - taken_before, 36, 36]
 
 

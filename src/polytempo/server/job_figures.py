@@ -10,12 +10,11 @@ from polytempo.protocol.messages import Push, Status, WorkerStatus
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN, MEAN
 from polytempo.server.divergence_guard import DivergenceGuard
-from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Checkpoint
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock
+from polytempo.server.sample_ledger import SampleLedger
 from polytempo.server.worker_statistics import WorkerStatistics, sum_up
-from polytempo.sync.epoch_parts import parts_of
 from polytempo.sync.spec import COMPARED
 
 
@@ -26,7 +25,7 @@ class CheckpointContents:
         self, plan: JobPlan, clocks: dict[str, OptimizerClock], statistics: list[WorkerStatistics], budget: JobBudget
     ) -> None:
         self._plan, self._clocks, self._statistics, self._budget = plan, clocks, statistics, budget
-        self.done = DonePlaces()  #: in modes that deal out batches
+        self.ledger = SampleLedger(plan.size, plan.resumed.get("positions", []))
         self._lost_before: set[int] | None = None  # workers that were lost before the job was told to end
 
     def at(self, step: int, pushes: int) -> Checkpoint:
@@ -59,7 +58,7 @@ class CheckpointContents:
             "size": self._plan.size,
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
-            "positions": self._positions({push.id.worker for push in pending if push.positions}),
+            "positions": self.ledger.parts({push.id.worker for push in pending if push.positions}, self._lost()),
             "tracks": {
                 name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version, **_policy(clock)}
                 for name, clock in self._clocks.items()
@@ -70,37 +69,6 @@ class CheckpointContents:
     def _pending(self) -> list[Push]:
         """What is counted but in no update: it is lost to a job that goes on from here, and its samples are not done."""
         return self._clocks[MAIN].pending() if MAIN in self._clocks else []
-
-    def _positions(self, ahead: set[int]) -> list[dict[str, Any]]:
-        """How far each sampler was: this job's part, after those of the jobs it goes on from.
-
-        The last push of the workers in `ahead` is not applied: their samplers were as far as the push before it says. Where
-        several workers take the same part of the data, as the ranks of one replica of a model do, one of them says so.
-        """
-        earlier = self._plan.resumed.get("positions", [])
-        dealt, parts = self.done.parts(earlier)
-        named = {name: None for stats in self._statistics for name in stats.positions if name not in dealt}
-        result = [part for part in earlier if part.get("sampler", "") not in {*named, *dealt}] + parts
-        lost = self._lost()
-        for name in named:  # in the order they came
-            positions = [
-                (stats.before if stats.worker in ahead else stats.positions).get(name) for stats in self._statistics
-            ]
-            known = [position for position in positions if position]
-            if not known:  # none of it is applied yet
-                result += [part for part in earlier if part.get("sampler", "") == name]
-                continue
-            size = next((position.parts for position in known if position.parts), self._plan.size)
-            places: list[tuple[int, int] | None] = [None] * size
-            left_out = set(range(size))
-            for worker, position in enumerate(positions):
-                share = position.part if position and position.parts else worker
-                if share < size and worker not in lost:
-                    left_out.discard(share)
-                if position and (position.parts or self._plan.size) == size:
-                    places[share] = max(places[share] or (0, 0), (position.epoch, position.taken))
-            result += parts_of(name, places, earlier, left_out)
-        return result
 
     def _lost(self) -> set[int]:
         """Workers that the job went on without."""

@@ -6,7 +6,7 @@ and returns effects: entries of the log that every shard carries out, messages t
     PushArrivals        which shards have which push
     PolicyRunner        the only one to feed the policies; their actions become effects
     WorkerMembership    workers that join, leave, are lost and come back
-    SampleLeases        which places of the data each worker has leased (`server/sample_leases.py`)
+    SampleLedger        which samples are leased to whom, and which are trained on (`server/sample_ledger.py`)
     JobBudget           what is used up, and whether workers are to stop (`server/job_plan.py`)
     CheckpointContents  what a checkpoint of this moment holds; JobFigures: status and summary (`server/job_figures.py`)
     DivergenceGuard     whether the training has diverged, as pushes show (`server/divergence_guard.py`)
@@ -32,13 +32,12 @@ from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog
 from polytempo.server.divergence_guard import DivergenceGuard
-from polytempo.server.done_places import DonePlaces
 from polytempo.server.effects import Effect, StopJob, Tell, ToShards, ToWorker, WakeAt, Write
 from polytempo.server.job_figures import CheckpointContents, JobFigures
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
 from polytempo.server.resume_rules import Resumption, holding_in, holding_of, resumption
-from polytempo.server.sample_leases import SampleLeases
+from polytempo.server.sample_ledger import SampleLedger
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
@@ -86,12 +85,10 @@ class PolicyRunner:
         plan: JobPlan,
         statistics: list[WorkerStatistics],
         budget: JobBudget,
-        leases: SampleLeases,
-        done: DonePlaces,
+        ledger: SampleLedger,
         paces: FigureLog,
     ) -> None:
-        self._plan, self._statistics, self._budget, self._leases, self._done = plan, statistics, budget, leases, done
-        self._paces = paces
+        self._plan, self._statistics, self._budget, self._ledger, self._paces = plan, statistics, budget, ledger, paces
         self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
             Apply: self._apply,
             Release: self._release,
@@ -119,6 +116,8 @@ class PolicyRunner:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
             self._budget.count(push, sign, clock.spec.measured)
+            if sign > 0:
+                self._ledger.counted(push)
         clock.made.count(push.id.worker, sign * push.count)
         if clock.is_first:
             self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
@@ -138,12 +137,9 @@ class PolicyRunner:
             push = action.pushes[0]
             discard = Discard(push.worker, push.step, verdict.drop)
             return self._written(clock, action_line, discard, now) + self._carry_out(clock, discard, now)
-        for head in clock.heads(action) if clock.spec.anytime is not None else ():
-            self._leases.applied(head)
-        if clock.is_main and clock.spec.measured:
-            positions = [position for head in clock.heads(action) for position in head.positions]
-            self._done.apply(positions, leased=clock.spec.anytime is not None)
-        clock.made.close(clock.heads(action))
+        heads = clock.heads(action)
+        self._ledger.applied(heads)
+        clock.made.close(heads)
         update, staleness = clock.update(action, verdict.rate)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
@@ -170,7 +166,7 @@ class PolicyRunner:
 
     def _discard(self, clock: OptimizerClock, action: Discard, now: float) -> list[Effect]:
         push = clock.drop(action.worker, action.step)
-        self._leases.discarded(push)
+        self._ledger.discarded(push)
         if clock.is_main:
             self._statistics[action.worker].discard(push)
             self._budget.discard(push)
@@ -201,11 +197,11 @@ class WorkerMembership:
         statistics: list[WorkerStatistics],
         arrivals: PushArrivals,
         runner: PolicyRunner,
-        leases: SampleLeases,
+        ledger: SampleLedger,
     ) -> None:
         self.incarnations: dict[int, int] = {}  #: the present one of each worker
         self._plan, self._clocks, self._statistics = plan, clocks, statistics
-        self._arrivals, self._runner, self._leases = arrivals, runner, leases
+        self._arrivals, self._runner, self._ledger = arrivals, runner, ledger
 
     def register(self, worker: int, incarnation: int, name: str, optimizer_spec: OptimizerSpec, now: float) -> list[Effect]:
         """A worker has made an optimizer: it takes part in it from now on."""
@@ -299,7 +295,7 @@ class WorkerMembership:
         counted = tuple(i for clock in self._clocks.values() for i in clock.counted_of(worker))
         effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
         self._arrivals.forget(worker)
-        self._leases.left(worker, [push for clock in self._clocks.values() for push in clock.pending()])
+        self._ledger.left(worker, [push for clock in self._clocks.values() for push in clock.pending()])
         for clock in [clock for clock in self._clocks.values() if clock.includes(worker)]:
             lost = clock.optimizer_spec.members and reason != "finished"
             if lost:  # before answers to rounds that close without it
@@ -328,13 +324,13 @@ class Sequencer:
         self.statistics = [WorkerStatistics(worker) for worker in range(plan.size)]
         self.budget = JobBudget(plan)
         self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
+        self.ledger = self.checkpoints.ledger
         self.guard = DivergenceGuard(plan.size, self.statistics)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget, self.guard)
         self._arrivals = PushArrivals(plan.shards)
-        self.leases = SampleLeases(plan.size)  # samplers leave out what earlier jobs have done: places are of the rest
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
-        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.leases, self.checkpoints.done, self.paces)
-        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.leases)
+        self._runner = PolicyRunner(plan, self.statistics, self.budget, self.ledger, self.paces)
+        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.ledger)
         self._saved_at, self._looked_at = plan.first_step, plan.first_push
         self._ending = False  # the job is told to end early
 
@@ -494,7 +490,7 @@ class Sequencer:
         """A worker wants places of an epoch's order."""
         if incarnation != self._members.incarnations.get(worker, 0) or self.statistics[worker].left_at is not None:
             return []  # it has left, or was given up
-        return [ToWorker(worker, self.leases.lease(worker, asked))]
+        return [ToWorker(worker, self.ledger.lease(worker, asked))]
 
     def metric(self, metric: MetricReport, now: float) -> list[Effect]:
         """A worker's figure for the record."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.protocol.messages import Push, WorkerStatus
-from polytempo.protocol.values import Position
 from polytempo.summation import in_order
 
 
@@ -30,8 +29,6 @@ class WorkerStatistics:
     bytes_received: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
-    positions: dict[str, Position] = field(default_factory=dict)  # by sampler
-    before: dict[str, Position] = field(default_factory=dict)  # as of the push before the last
     accepted: bool = False  # was any push of it counted, of whatever optimizer?
     joined_at: float | None = None
     left_at: float | None = None
@@ -60,10 +57,6 @@ class WorkerStatistics:
         self.pushes += sign
         self.samples += sign * push.taken
         self.nonfinite += sign * push.nonfinite
-        if push.positions:
-            self.before = self.positions
-            counted = [position for position in push.positions if not position.length]  # others: `done_places.py`
-            self.positions = self.positions | {position.sampler: position for position in counted}
 
     def discard(self, push: Push) -> None:
         """A counted push was not applied."""

@@ -46,11 +46,10 @@ from polytempo.launcher.job_facts import (
 )
 from polytempo.launcher.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
-from polytempo.session.dealing import Dealing
 from polytempo.session.exit_thread import ExitThread
+from polytempo.session.ledger import Ledger
 from polytempo.session.lone_training import LoneTraining
 from polytempo.session.metrics import plain_figures
-from polytempo.session.positions import Positions
 from polytempo.session.round_clock import RoundClock
 from polytempo.session.strategy_scope import StrategyScope
 from polytempo.sync.spec import parse_spec
@@ -87,8 +86,7 @@ class Session:
         self.lock = threading.RLock()
         self.optimizers = 0
         self.measured = MEASURED  #: the next number of an optimizer that is only measured
-        self.positions = Positions()  #: in the data, of its samplers; sent with the pushes
-        self.dealing = Dealing(rank, job.size)  #: the batches of its samplers, in modes that deal them by speed
+        self.ledger = Ledger(rank, job.size)  #: the samples of its samplers: which were drawn, and which were trained on
         self.life = 0  #: the number of jobs that this process has left before this one
         self._returned = self._excluded = 0.0
         self._local_peers: LocalPeers | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from polytempo.strategy.checkpoint import SavedState, read_checkpoint, write_che
 from polytempo.strategy.counting import handed_in
 from polytempo.strategy.distribution import Distribution
 from polytempo.strategy.failures import JobFailures
-from polytempo.strategy.sampler_positions import joint_positions, resume_positions
 from polytempo.strategy.state import exchanged
 from polytempo.strategy.strategy import Strategy
+from polytempo.sync.epoch_parts import parts_of
 from polytempo.tensor_parallel.cross_entropy import gather_logits
 from polytempo.tensor_parallel.group import RankTensorGroup
 from polytempo.train.optimizer import DistributedOptimizer
@@ -104,7 +105,7 @@ class DistributedModel:
         self.steps += 1
         self.samples += size
         if not self._made.session.together:
-            self._made.session.positions.pushed(size)  # else the optimizer's step has told them
+            self._made.session.ledger.trained(size)  # else the optimizer's step has told them
         return loss
 
     def flush(self) -> None:
@@ -231,7 +232,11 @@ class DistributedModel:
         """
         self.consolidate()
         with self._failing_together():
-            positions = joint_positions(self._groups.job, self.mesh, self._made.session, self._earlier)
+            mine = {one.sampler: (one.epoch, one.taken) for one in self._made.session.ledger.positions()}
+            each = self.mesh.pipe * self.mesh.tensor  # the ranks of a replica draw the same samples: its first says how many
+            replicas = exchanged(self._groups.job, mine)[::each]
+            names = dict.fromkeys(name for of_replica in replicas for name in of_replica)
+            positions = parts_of({name: [one.get(name) for one in replicas] for name in names}, self._earlier)
             said, ranks = "", self._own_state() if self.optimizer.spec.at_workers else []
             if self.point.data == 0:
                 model = self._state.gather()
@@ -267,7 +272,9 @@ class DistributedModel:
             groups = self.optimizer.inner.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"param_groups": groups, **saved.ranks[self._made.session.rank]})
         self.steps, self.samples = saved.step, int(saved.facts.get("samples", 0))
-        self._earlier = resume_positions(self._made.session, saved.facts.get("positions", []))
+        self._earlier = list(saved.facts.get("positions", []))
+        session = self._made.session  # samplers that are made from now on go on where these parts end
+        session.job = replace(session.job, positions=tuple(self._earlier))
         extra: dict[str, Any] = saved.facts.get("extra", {})
         return extra
 

@@ -1,7 +1,7 @@
 """Which samples a replica takes in a step of `fit`: those of a step are the same under every strategy.
 
 An epoch is one seeded order of all samples, cut into batches of the whole job. Replica d of D takes places d, d + D, ... of
-each batch. What earlier runs took of an epoch is left out (`train/epoch_order.py`), under any number of replicas and any
+each batch. What earlier runs took of an epoch is left out (`sync/epoch_parts.py`), under any number of replicas and any
 batch size, so that a run resumes in the middle of an epoch. A last batch that is not full is left out of training: replicas
 and schedules need equal parts, and with `shuffle` the next epoch leaves out others. Evaluation takes all samples.
 """
@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from polytempo.errors import UsageError, WrongType
-from polytempo.train.epoch_order import remaining
+from polytempo.sync.epoch_parts import remaining
 from polytempo.train.prepare import KEPT, is_shuffled
+from polytempo.train.sampler import order_of_epoch
 
 #: Inputs and targets.
 Batch = tuple[Any, Any]
@@ -103,12 +104,8 @@ class SampleSource:
     def _places(self, epoch: int) -> Iterator[Any]:
         """Indices of samples in the order of an epoch; of a stream the samples themselves."""
         if self.length is None:
-            yield from self._dataset
-        elif self.shuffle:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            yield from torch.randperm(self.length, generator=generator).tolist()
-        else:
-            yield from range(self.length)
+            return iter(self._dataset)
+        return iter(order_of_epoch(self.length, self._seed if self.shuffle else None, epoch))
 
     def _load(self, batches: Iterator[list[Any]], epoch: int) -> Iterator[Batch]:
         collate: Callable[[Any], Any] = self._loader.collate_fn if self._loader is not None else default_collate

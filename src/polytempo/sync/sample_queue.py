@@ -9,10 +9,12 @@ after a resume.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
 
 #: Places from start to stop, without stop.
 Range = tuple[int, int]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class SampleQueue:
@@ -26,13 +28,7 @@ class SampleQueue:
 
     def take(self, worker: int, count: int) -> list[Range]:
         """Lease up to this many places to a worker; none where all are leased or done."""
-        taken: list[Range] = []
-        while count and self._free:
-            start, stop = self._free[0]
-            end = min(stop, start + count)
-            self._free[0:1] = [(end, stop)] if end < stop else []
-            taken.append((start, end))
-            count -= end - start
+        taken, self._free = split(self._free, count)
         if taken:
             self._leased[worker] = merged([*self._leased.get(worker, ()), *taken])
         return taken
@@ -59,7 +55,7 @@ class SampleQueue:
     @property
     def left(self) -> int:
         """The number of places that can be leased, for now."""
-        return sum(stop - start for start, stop in self._free)
+        return size_of(self._free)
 
     @property
     def is_done(self) -> bool:
@@ -83,6 +79,21 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
+def split(ranges: list[Range], count: int) -> tuple[list[Range], list[Range]]:
+    """The first places of these ranges, up to `count`, and the rest."""
+    for index, (start, stop) in enumerate(ranges):
+        if stop - start > count:
+            first = [*ranges[:index], (start, start + count)] if count else ranges[:index]
+            return first, [(start + count, stop), *ranges[index + 1 :]]
+        count -= stop - start
+    return ranges, []
+
+
+def size_of(ranges: Iterable[Range]) -> int:
+    """The number of places."""
+    return sum(stop - start for start, stop in ranges)
+
+
 def without(ranges: Iterable[Range], removed: Iterable[Range]) -> list[Range]:
     """The places of the first that are not in the second."""
     result, gone = [], merged(removed)
@@ -96,3 +107,11 @@ def without(ranges: Iterable[Range], removed: Iterable[Range]) -> list[Range]:
         if start < stop:
             result.append((start, stop))
     return result
+
+
+def gathered(places: Iterable[tuple[Key, Iterable[Range]]]) -> dict[Key, list[Range]]:
+    """The places under each key."""
+    found: dict[Key, list[Range]] = {}
+    for key, ranges in places:
+        found.setdefault(key, []).extend(ranges)
+    return {key: merged(ranges) for key, ranges in found.items()}

@@ -35,12 +35,12 @@ import torch
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.profile_ranges import profiled
+from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.values import Position
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
-from polytempo.session.dealing import united
-from polytempo.session.leased_places import LeasedPlaces
+from polytempo.session.ledger import united
 from polytempo.session.session import Session
 from polytempo.sync.anytime import Pace, fits, latest
 from polytempo.sync.spec import Spec
@@ -124,12 +124,9 @@ class DeadlineUpdate(StepUpdate):
         self._closed = False
         self._error: BaseException | None = None
         self._exchanged = 0.0  # seconds that the script has waited since the last push
-        self._leases: LeasedPlaces | None = None
+        self._ledger = session.ledger
         if deals and session.client is not None:
-            self._leases = LeasedPlaces(session.client, session.lock)
-            dealing, leases = session.dealing, self._leases
-            dealing.take, dealing.take_returned, dealing.earlier = leases.take, leases.take_returned, leases.earlier
-            dealing.use(spec)
+            self._ledger.ask = self._ask
         context = contextvars.copy_context()
         name = f"polytempo rounds {rounds.reducer.name}"
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=name, daemon=True)
@@ -155,49 +152,42 @@ class DeadlineUpdate(StepUpdate):
         if request.agreed:
             raise UsageError("synchronize() is not possible in anytime; clip with clip_norm= of DistributedOptimizer")
         self._made += 1
-        dealt = self._dealt(request)
+        if self._deals:
+            self._look_at_batch(request)
         with self._turn:
             self._raise_error()
             self._pace.add(request.about["computed"])
             late = self._exchanging or bool(self._outcomes)
-            returned: Sequence[Position] = ()
             if self._exchanging:  # the script comes back while its communication thread waits for the end of the round
                 self._wait(lambda: not self._exchanging)
             if late and (self._spec.late == "drop" or self._is_last()):
                 self._abandoned += 1
                 self._sum.in_vain = {name: request.about[name] for name in SUMMED if request.about.get(name) is not None}
-                returned = self._session.dealing.abandoned() if dealt else ()
+                if self._deals:
+                    self._ledger.abandon()
             else:
                 self._late += late
                 self._add(request)
             self._install()
             if not self._goes_on():
                 self._end_round()
-        self._give_back(returned)
+        self._ledger.give_back()
 
-    def _give_back(self, positions: Sequence[Position] = ()) -> None:
-        """Tell the sequencer of samples that this worker has leased and will not train on."""
-        if self._leases is not None:
-            unused, looked_at = self._session.dealing.returned()
-            self._leases.give_back([*positions, *unused], looked_at)
+    def _ask(self, asked: LeaseSamples) -> SamplesLeased:
+        with self._session.lock:
+            assert self._session.client is not None
+            return self._session.client.lease(asked)
 
     def _is_last(self) -> bool:
         """Has the last round ended? All workers leave after it, so nothing is kept for another."""
         return self._session.client is not None and self._session.client.stop
 
-    def _dealt(self, request: StepRequest) -> bool:
-        """Find out what the micro-batch was made of, where a sampler has dealt it."""
-        if not self._deals:
-            return False
-        dealing = self._session.dealing
-        positions = dealing.trained(request.samples if request.weighed else None)
-        batches = [batch for _, batch in dealing.last]
-        if not batches:
-            return False
-        if not request.weighed:
-            request.samples = float(sum(batch.samples for batch in batches))
-        request.about |= {"positions": positions, "work": float(sum(batch.cost for batch in batches))}
-        return True
+    def _look_at_batch(self, request: StepRequest) -> None:
+        """What the micro-batch was made of, where a sampler has dealt it."""
+        batches = self._ledger.batches
+        if batches:
+            request.samples = request.samples if request.weighed else self._ledger.samples(upcoming=False)
+            request.about["work"] = float(sum(batch.cost for batch in batches))
 
     def _add(self, request: StepRequest) -> None:
         counts = not request.skip and request.samples > 0
@@ -255,7 +245,7 @@ class DeadlineUpdate(StepUpdate):
         raise UsageError("push_parameters() is not possible in anytime; change values before DistributedOptimizer()")
 
     def consolidate(self, reducer: Reducer) -> None:
-        over = not self._session.dealing.in_pass or reducer.client_state.answer.stop
+        over = not self._ledger.in_pass or reducer.client_state.answer.stop
         with self._turn:
             self._settle(ends_round=over)
             reducer.renew()
@@ -268,8 +258,7 @@ class DeadlineUpdate(StepUpdate):
         with self._turn, torch.no_grad():
             self._settle(ends_round=self._sum.taken > 0)
         if self._deals:
-            self._session.dealing.leave()
-            self._give_back()
+            self._ledger.leave()
 
     def _settle(self, ends_round: bool) -> None:
         """Take the newest values; `ends_round`: those at the end of the round, to which this worker adds no more."""

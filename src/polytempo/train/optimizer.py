@@ -165,7 +165,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._to_digest = DIGESTED_STEPS + 1
         self._syncing = True
         self._name = ranks.enter(session)
-        self._is_first = beside(self._name) == MAIN and session.together  # its steps say where this rank is in its data
+        first = beside(self._name) == MAIN
+        self._is_first = first and (session.together or spec.measured)  # its steps say where this rank is in its data
         if together and self._name == MAIN and session.client is not None:  # whose job gets advice at its end
             self._specs.refused = arguments.refused()
         self._buffers: BufferMean | None = None
@@ -193,11 +194,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments, change)
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
-        first = beside(self._name) == MAIN
-        if spec.measured and first:
-            session.dealing.use(spec)
+        if spec.measured and self._is_first:
+            session.ledger.spec = spec
         if spec.mode is BALANCE:
-            self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
+            self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, self._is_first)
         self._keep_state(here or self._momentum is MomentumForm.GRADIENT)
         told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
         self._input = InputWatch(model) if model is not None and told else None
@@ -415,9 +415,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return {}
         self._to_digest -= self._to_digest > 0
         digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
-        positions = self._session.positions.pushed(samples)
-        size = samples if samples is not None else self._session.positions.size
-        return {"positions": positions, "gradient_digest": digest, **({} if self._spec.measured else {"size": size})}
+        ledger = self._session.ledger
+        about = {"positions": ledger.trained(samples), "gradient_digest": digest}
+        size = samples if samples is not None else ledger.counted
+        return about if self._spec.measured else {**about, "size": size}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

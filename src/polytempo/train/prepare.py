@@ -10,9 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from polytempo.errors import UsageError
 from polytempo.session.session import current, init, is_initialized
-from polytempo.train.batch_sampler import DistributedBatchSampler
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.sampler import DistributedSampler
+from polytempo.train.sampler import DistributedBatchSampler, DistributedSampler
 
 #: What a loader is made with, and keeps under the same name.
 KEPT = (
@@ -28,7 +27,7 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
     """
 
     def __init__(self, dataset: Any, shuffle: bool, options: dict[str, Any]) -> None:
-        spec = current().dealing.spec
+        spec = current().ledger.spec
         size, drop_last = options.get("batch_size"), options.get("drop_last", False)
         self._share: DistributedSampler | DistributedBatchSampler
         if spec is not None and size is not None:  # batches of any size, or micro-batches: that many in all
@@ -38,6 +37,8 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
         else:
             drops = drop_last and spec is not None  # else the loader drops what is short
             samples = self._share = DistributedSampler(dataset, shuffle, drop_last=drops, batch_size=size)
+            if drop_last and spec is None:  # the loader drops, not the sampler
+                samples.least = (size or 1) * samples.parts
             super().__init__(dataset, sampler=samples, **options)
         self._session, self._begun = current(), False
 
@@ -60,12 +61,7 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
                     ...
             ```
         """
-        share = self._share
-        if isinstance(share, DistributedSampler) and self.drop_last:  # the loader drops, not the sampler
-            epochs = share._order.epochs(count, (self.batch_size or 1) * share._parts)
-        else:
-            epochs = share.epochs(count)
-        for epoch in epochs:
+        for epoch in self._share.epochs(count):
             self._begun = False
             yield epoch
             self._begun = False
@@ -79,19 +75,23 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]
         if self._session.should_stop():
             return
         share, size, passing = self._share, self.batch_size or 1, None
-        dealt = not isinstance(share, DistributedSampler) or self._session.dealing.spec is not None
-        left = -1 if dealt else share._each(share._order.left())
-        for batch in super().__iter__():
-            if not dealt and torch.is_grad_enabled():
-                passing = passing or self._session.positions.last()
-                passing.handed, left = passing.handed + min(size, left), left - min(size, left)
-            yield batch
-            if self._session.should_stop():
-                over = 0 <= left < (size if self.drop_last else 1)
-                if self._session.registered is not None and not over:
-                    # The epoch is not over, but its loop is: what the script does after that is no part of a checkpoint.
-                    self._session.registered.mark(whole=True)
-                return
+        left = share.each(share.left()) if self._session.ledger.spec is None else None
+        try:
+            for batch in super().__iter__():
+                passing = passing or share.passing
+                if passing is not None and torch.is_grad_enabled():
+                    passing.hand_out(size if left is None else min(size, left))
+                    left = None if left is None else left - min(size, left)
+                yield batch
+                if self._session.should_stop():
+                    over = left is not None and left < (size if self.drop_last else 1)
+                    if self._session.registered is not None and not over:
+                        # The epoch is not over, but its loop is: what the script does after that is no part of a checkpoint.
+                        self._session.registered.mark(whole=True)
+                    return
+        finally:
+            if passing is not None:
+                passing.over = True
 
 
 def prepare(

@@ -2,7 +2,7 @@
 
 A push says what it was made of: samples, which weigh it, their cost, the places of the epoch's order, and the last batch
 that the sampler has handed out. Nothing is drawn until the answer is here, which may bring new weights
-(`session/dealing.py`).
+(`session/ledger.py`).
 
 With `micro=M` a share is several micro-batches, one in each call of `step()`. Gradients are summed, weighted by samples, and
 the mean is pushed with the last of the share; calls before that change no parameter. A micro-batch that a `GradScaler` has
@@ -20,7 +20,7 @@ import torch
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.values import Position
 from polytempo.reducer.reducer import Reducer
-from polytempo.session.dealing import united
+from polytempo.session.ledger import united
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
 from polytempo.train.update import StepRequest, StepUpdate
@@ -102,16 +102,16 @@ class ShareUpdate(StepUpdate):
         if spec.micro and not deals:
             raise UsageError(f"{spec.text} sums the micro-batches of one optimizer; make one, or use sync='bsp+balance'")
         self._update, self._session, self._spec, self._reducer, self._deals = update, session, spec, reducer, deals
-        self._dealing = session.dealing
+        self._ledger = session.ledger
         self._sum = GradientSum(params)
         self._positions: list[Position] = []  # of the micro-batches in the sum
         self._about: dict[str, Any] = {}  # what they took
         if deals:
-            self._dealing.resume(reducer.directive if reducer is not None else None)
+            self._ledger.resume(reducer.directive if reducer is not None else None)
         if spec.micro and reducer is not None:
             reducer.set_sending(False)
         elif deals and reducer is not None:
-            reducer.expect(lambda: self._dealing.samples(upcoming=True))
+            reducer.expect(lambda: self._ledger.samples(upcoming=True))
 
     @property
     def steps(self) -> int:
@@ -121,17 +121,16 @@ class ShareUpdate(StepUpdate):
         if not self._deals:
             request.samples = request.samples if request.weighed else self.samples()
             return self._update.step(request)
-        positions = self._dealing.trained(request.samples)
-        batches = [batch for _, batch in self._dealing.last]
+        batches = self._ledger.batches
         if not batches and self._session.together:
             raise UsageError(self._why_not_dealt())
         if not request.weighed:
-            request.samples = float(sum(batch.samples for batch in batches)) if batches else 1.0
-        request.about |= {"work": float(sum(batch.cost for batch in batches)), "positions": positions}
+            request.samples = self._ledger.samples(upcoming=False)
+        request.about["work"] = float(sum(batch.cost for batch in batches))
         if not self._spec.micro:
             return self._push(request)
         self._collect(request)
-        return None if not all(batch.ends_share for batch in batches) else self._push_sum(request)
+        return self._push_sum(request) if all(batch.ends_share for batch in batches) else None
 
     def _collect(self, request: StepRequest) -> None:
         """Add a micro-batch to the sum."""
@@ -159,7 +158,7 @@ class ShareUpdate(StepUpdate):
         return self._push(request)
 
     def _push(self, request: StepRequest) -> Any:
-        directive, request.about["drawn"] = None, self._dealing.freeze()
+        directive, request.about["drawn"] = None, self._ledger.freeze()
         try:
             result = self._update.step(request)
             directive = self._reducer.directive if self._reducer is not None else None
@@ -171,7 +170,7 @@ class ShareUpdate(StepUpdate):
                 ) from error
             raise
         finally:
-            self._dealing.resume(directive)
+            self._ledger.resume(directive)
         return result
 
     def _why_not_dealt(self) -> str:
@@ -186,7 +185,7 @@ class ShareUpdate(StepUpdate):
 
     def samples(self) -> float:
         """Samples of the next batch; of other optimizers than the first, of the batch that the first has trained on."""
-        return self._dealing.samples(upcoming=self._deals)
+        return self._ledger.samples(upcoming=self._deals)
 
     def join(self) -> None:
         self._update.join()
@@ -201,4 +200,4 @@ class ShareUpdate(StepUpdate):
         self._update.consolidate(reducer)
 
     def stats(self) -> dict[str, Any]:
-        return {**self._update.stats(), "share": self._dealing.share()}
+        return {**self._update.stats(), "share": self._ledger.share()}
