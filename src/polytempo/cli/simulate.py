@@ -311,7 +311,7 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
 def _scaling(settings: Settings, picture: Path | None, json_file: Path | None, quiet: bool) -> None:
     sync = settings.jobs[0][0]
     spec = parse_spec(sync)
-    rings = ["ring"] if spec.mode.barrier and spec.mode.all_reduce else ["peers"] if spec.gossip else []
+    rings = ["ring"] if spec.capabilities.reduces else ["peers"] if spec.gossip else []
     if settings.cluster.hosts and "ring" in rings:
         rings.append("hierarchical")
     shards = () if spec.gossip else (1, 2, 4, 8)
@@ -454,7 +454,7 @@ def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster, default: b
         if not choices and (spec.averaging is not None or spec.gossip is not None):
             choices = ["auto"]
         if not choices:
-            both = timed and spec.mode.barrier and spec.mode.all_reduce
+            both = timed and spec.capabilities.reduces
             choices = ["ps", "allreduce"] if both else ["ps"]
             if both and default and spec.mode.name != "bsp":
                 choices = ["allreduce"]

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.resume_rules import check_modes
 from polytempo.server.server_device import check_server_device, default_servers
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
-from polytempo.sync.spec import COMPARED, parse_spec, refused_of
+from polytempo.sync.spec import Spec, parse_spec, refused_of
 from polytempo.units import written_rate, written_seconds
 
 
@@ -59,6 +60,11 @@ class RunRequest:
     fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
     refused: tuple[str, ...] = ()  #: modes that do not go with the strategy, of those that advice compares
 
+    @cached_property
+    def spec(self) -> Spec:
+        """The mode."""
+        return parse_spec(self.sync)
+
     @property
     def size(self) -> int:
         """Workers here and elsewhere."""
@@ -75,7 +81,7 @@ class RunRequest:
         (`bsp`, `local` and the like), else one."""
         if self.min_workers is not None:
             return self.min_workers
-        return self.size if parse_spec(self.sync).in_rounds else 1
+        return self.size if self.spec.capabilities.common else 1
 
     @property
     def shards(self) -> int:
@@ -99,7 +105,7 @@ class RunRequest:
 
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if not parse_spec(self.sync).among_workers and not self._has_neighbours():
+        if not parse_spec(self.sync).capabilities.reduces and not self._has_neighbours():
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
@@ -159,8 +165,7 @@ class RunRequest:
 
     def refused_modes(self) -> tuple[str, ...]:
         """The modes with which this command would be refused, of those that advice compares."""
-        by_mode = refused_of(COMPARED, lambda spec: replace(self, sync=spec.text).check_mode())
-        return tuple(mode for mode in COMPARED if mode in by_mode or mode in self.refused)
+        return refused_of(lambda spec: replace(self, sync=spec.text).check_mode(), self.refused)
 
     def how_to_save(self) -> str:
         """What to do for a model that is at the workers, so that it outlives the job."""

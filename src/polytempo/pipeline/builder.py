@@ -344,7 +344,7 @@ def _check_data_axis(stage: Stage, schedule: Schedule, shared: TiedNames) -> Non
             "stages too; leave replicas out"
         )
     tied_here = next((stages for stages, names in shared.items() if names), None)
-    if tied_here and not optimizer.spec.in_rounds:
+    if tied_here and not optimizer.spec.capabilities.common:
         raise UsageError(
             f"stages {', '.join(map(str, tied_here))} hold the same parameter, and {optimizer.spec.text} applies the steps "
             "of each stage in an order of its own, so that the copies would drift apart; use bsp, local:K or diloco:K, or "

@@ -147,7 +147,7 @@ class SpecBuilder:
         if special == "peers":  # each worker keeps its own, and all must begin alike
             name = type(self._inner).__name__ + self._start()
         elif on_server and tensors:
-            name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.mode.barrier)
+            name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.capabilities.rounds)
         filtered = (on_server or self._spec.gossip is not None) and not self._compression.is_lossless
         return OptimizerSpec(
             sync=self._spec.text,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from polytempo.errors import UsageError
@@ -35,16 +36,10 @@ class Holding:
     tables: tuple[TableInfo, ...] = ()
     companions: int = 0  #: the last of the tensors, which are no parameters
 
-    @property
+    @cached_property
     def spec(self) -> Spec:
         """The mode."""
         return parse_spec(self.sync)
-
-    @property
-    def fragments(self) -> int:
-        """Parts in which the model is averaged."""
-        averaging = self.spec.averaging
-        return averaging.fragments if averaging is not None else 1
 
     @property
     def at_workers(self) -> bool:
@@ -119,11 +114,10 @@ def check_modes(name: str, saved: str, wanted: str) -> None:
             raise UsageError(
                 f"{spec.text} keeps each worker's model at the worker, and no checkpoint holds it; leave --resume out"
             )
-    parts = [1 if spec.averaging is None else spec.averaging.fragments for spec in (before, after)]
-    if parts[0] != parts[1]:
+    if before.fragments != after.fragments:
         raise UsageError(
-            f"the checkpoint {name} is of {before.text}, which holds the model in {_parts(parts[0])}, and {after.text} "
-            f"takes it in {_parts(parts[1])}; resume with --sync {before.text}"
+            f"the checkpoint {name} is of {before.text}, which holds the model in {_parts(before.fragments)}, and "
+            f"{after.text} takes it in {_parts(after.fragments)}; resume with --sync {before.text}"
         )
 
 

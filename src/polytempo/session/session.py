@@ -527,7 +527,7 @@ def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
         return Session(None, JobFacts(1, (), sync), 0)
-    if not parse_spec(sync).in_rounds:
+    if not parse_spec(sync).capabilities.common:
         missing = "servers" if parse_spec(sync).gossip is None and parse_spec(sync).anytime is None else "a sequencer"
         raise UsageError(f"sync={sync!r} needs {missing}, which {placement.launcher} does not start; use polytempo run")
     here = placement.local_size == placement.size

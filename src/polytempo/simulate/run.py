@@ -110,7 +110,7 @@ def _engine(
         if spec.gossip.asynchronous:
             return PairEngine(cluster, policy, peers, budget, mixer, **options)
         return GossipEngine(cluster, policy, peers, budget, spec.gossip, mixer, **options)
-    if spec.measured:
+    if spec.capabilities.by_speed:
         dealt, route = cast(DealtTrainer | None, trainer), make_route(cluster, way)
         if spec.anytime is not None:
             return AnytimeEngine(cluster, policy, route, budget, spec.anytime, dealt, **options)
@@ -131,10 +131,10 @@ def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
             raise UsageError(f"{spec.text} cannot go by {via!r}; use {other}")
         return "peers"
     if via == "auto":
-        via = "ps" if spec.averaging is None or not spec.mode.all_reduce else "allreduce"
+        via = "ps" if spec.averaging is None or not spec.capabilities.reduces else "allreduce"
     if via == "ps":
         return "ps"
-    if not (spec.mode.barrier and spec.mode.all_reduce):
+    if not (spec.capabilities.reduces):
         raise UsageError(f"{spec.text} needs a parameter server, got {via!r}; use ps, or bsp with {via}")
     return best_all_reduce(cluster) if via == "allreduce" else via
 

@@ -33,8 +33,9 @@ from collections.abc import Iterable
 
 from polytempo.options import choice, whole_number
 from polytempo.sync.actions import Action, Apply, Hold, Mixing, Release
+from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
 from polytempo.sync.events import Pushed
-from polytempo.sync.gossip import GossipSpec
+from polytempo.sync.gossip import MODELS_DIFFER, GossipSpec
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
 
@@ -138,4 +139,7 @@ ADPSGD = Mode(
     argument=choice("topology", BIPARTITE),
     options={"seed": whole_number("seed", at_least=0, example="7")},
     gossip=lambda topology, seed=0: GossipSpec(topology, asynchronous=True),
+    capabilities=Capabilities(Pushes.NOTHING),
+    split=Unsound("stages would choose partners apart, and mix parts of different models", ("local:8",)),
+    price=MODELS_DIFFER,
 )

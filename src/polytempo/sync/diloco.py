@@ -19,13 +19,16 @@ blends the local values with the global ones. The mean is weighted by samples.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import fraction, positive_number, whole_number
 from polytempo.sync.barrier import Barrier
+from polytempo.sync.capabilities import Unsound, Update
 from polytempo.sync.decoupled_diloco import AUTO, OPTIONS, DecoupledDiloco, decoupled
-from polytempo.sync.local_sgd import Averaging, FixedPeriod
+from polytempo.sync.local_sgd import BLOCKS, Averaging, FixedPeriod
 from polytempo.sync.mode import Mode
 
 
@@ -77,7 +80,8 @@ DECOUPLED = Mode(
     _decoupled_policy,
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
-    all_reduce=False,
+    capabilities=lambda period, grace=AUTO, **options: replace(BLOCKS, update=Update.EACH, waits=grace == math.inf),
+    split=Unsound("stages could leave out different replicas from a merge (quorum=)", ()),
     averaging=_decoupled_averaging,
 )
 
@@ -88,7 +92,8 @@ DILOCO = Mode(
     lambda workers, period, **options: Barrier(workers, rule=FixedPeriod(period)),
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
-    barrier=True,
+    capabilities=BLOCKS,
+    split=None,
     averaging=_averaging,
     variants={"quorum": DECOUPLED},
 )

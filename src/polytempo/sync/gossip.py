@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from polytempo.errors import SpecError
 from polytempo.options import choice, switch
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Hold, Mixing, Release
+from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
@@ -205,6 +206,10 @@ class GossipPolicy(Policy):
         return Hold(worker, step, named, len(awaited), f"worker {named[0]}, a neighbour, has not pushed step {step - 1}")
 
 
+#: What modes in which each worker has a model of its own may cost.
+MODELS_DIFFER = "models differ: may cost accuracy"
+
+
 def _spec(topology: str, overlap: bool = False, static: bool = False) -> GossipSpec:
     if static and topology != "exp":
         raise SpecError(f"static=1 is an option of gossip:exp, got gossip:{topology}; leave it out")
@@ -219,4 +224,7 @@ GOSSIP = Mode(
     argument=choice("topology", TOPOLOGIES),
     options={"overlap": switch(), "static": switch()},
     gossip=_spec,
+    capabilities=Capabilities(Pushes.NOTHING),
+    split=Unsound("stages would mix with the models of neighbours at different times", ("local:8",)),
+    price=MODELS_DIFFER,
 )

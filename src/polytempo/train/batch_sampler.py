@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler
 
 from polytempo.errors import UsageError
 from polytempo.session.session import current
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec
 from polytempo.train.dealt_epoch import BatchShape, CostTable, DealtEpoch, SampleCost
 from polytempo.train.sampler import DistributedSampler, check_unsplit
 
@@ -103,7 +103,8 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
             The numbers of the epochs.
         """
         spec = self._session.dealing.spec
-        whole = self._shape(spec).each if spec is not None and spec.micro else self.batch_size * self._samples._parts
+        shape = None if spec is None else self._shape(spec)
+        whole = shape.each if shape is not None and shape.micro else self.batch_size * self._samples._parts
         return self._samples._order.epochs(count, whole if self.drop_last else 1)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -118,13 +119,13 @@ class DistributedBatchSampler(torch.utils.data.Sampler[list[int]]):  # type: ign
         return self._training is True or (self._training is None and torch.is_grad_enabled())
 
     def _shape(self, spec: Spec) -> BatchShape:
-        size = math.ceil(self.batch_size / spec.micro) if spec.micro else self.batch_size
-        return BatchShape(size, spec.micro, self.drop_last)
+        micro = spec.micro
+        return BatchShape(math.ceil(self.batch_size / micro) if micro else self.batch_size, micro, self.drop_last)
 
     def __len__(self) -> int:
         """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
-        spec = self._session.dealing.spec or parse_spec(self._session.job.sync)
-        if not spec.measured:
+        spec = self._session.dealing.spec or self._session.job.spec
+        if not spec.capabilities.by_speed:
             return len(BatchSampler(self._samples, self.batch_size, self.drop_last))
         length, size, shape = self._samples._order.length, self._session.size, self._shape(spec)
-        return math.ceil(shape.places(length) / size) if spec.micro else len(shape.joint_batches(length, size))
+        return math.ceil(shape.places(length) / size) if shape.micro else len(shape.joint_batches(length, size))

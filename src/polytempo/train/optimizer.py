@@ -194,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
         first = beside(self._name) == MAIN
-        if spec.measured and first:
+        if spec.capabilities.by_speed and first:
             session.dealing.use(spec)
         if spec.mode is BALANCE:
             self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
@@ -405,7 +405,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._input is None:
             return {}
         figures = self._input.take(self._session.computed, computed)
-        if self._spec.measured:  # there the sampler says what the work is
+        if self._spec.capabilities.by_speed:  # there the sampler says what the work is
             figures.pop("work", None)
         return figures
 
@@ -417,7 +417,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
         positions = self._session.positions.pushed(samples)
         size = samples if samples is not None else self._session.positions.size
-        return {"positions": positions, "gradient_digest": digest, **({} if self._spec.measured else {"size": size})}
+        return {
+            "positions": positions,
+            "gradient_digest": digest,
+            **({} if self._spec.capabilities.by_speed else {"size": size}),
+        }
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""
@@ -452,7 +456,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: The mode deals out batches by speed: it accumulates micro-batches by itself.
         """
-        if self._spec.measured:
+        if self._spec.capabilities.by_speed:
             raise UsageError(
                 f"no_sync() sums batches without their weights, and those of {self._spec.text} differ in size; leave it "
                 "out: with bsp+balance,micro=M and under anytime step() itself accumulates"
@@ -483,7 +487,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             raise UsageError(f"synchronize() averages gradients, and {self._spec.text} averages values; clip before step()")
         if self._spec.anytime is not None:
             raise UsageError("synchronize() averages one batch of each worker, and anytime takes several; use clip_norm=")
-        if not self._spec.mode.barrier:
+        if not self._spec.capabilities.rounds:
             raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
         dealt = self._update.samples() if isinstance(self._update, ShareUpdate) else 1.0
         weight = dealt if samples is None else weight_of(samples)
@@ -647,8 +651,8 @@ def _make_update(
     if spec.local is not None:
         return DownpourUpdate(wrapped, reducer, spec.local)
     if apply == "delta":
-        return PushChange(wrapped, reducer, spec.mode.barrier, momentum)
-    return PushGradient(wrapped, reducer, spec.mode.barrier)
+        return PushChange(wrapped, reducer, spec.capabilities.rounds, momentum)
+    return PushGradient(wrapped, reducer, spec.capabilities.rounds)
 
 
 def _take_over(optimizer: DistributedOptimizer, params: Sequence[torch.Tensor], names: Sequence[str]) -> None:

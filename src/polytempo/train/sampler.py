@@ -115,8 +115,9 @@ class DistributedSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             yield from self._mine()
             return
         dealing = self._session.dealing
-        if dealing.spec is not None and dealing.spec.micro and self._trains():
-            shape = BatchShape(self._size_of_micro_batch(dealing.spec), dealing.spec.micro, self._drop_last)
+        micro = dealing.spec.micro if dealing.spec is not None else 0
+        if dealing.spec is not None and micro and self._trains():
+            shape = BatchShape(self._size_of_micro_batch(dealing.spec), micro, self._drop_last)
             deal = DealtEpoch(dealing, self._order.rest(), shape, None, self._order)
             batches = deal.batches(self._order.name, self.epoch, self._trains, self._order.completed, as_stream=True)
             with closing(batches):  # type: ignore[type-var]

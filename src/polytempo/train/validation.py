@@ -17,7 +17,7 @@ from polytempo.optim.worker_momentum import known_name
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
 from polytempo.sync.momentum import RULES, MomentumForm, check_kept, check_spike, form_of, has_momentum
-from polytempo.sync.spec import COMPARED, Spec, refused_of
+from polytempo.sync.spec import Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
@@ -71,7 +71,7 @@ class OptimizerArguments:
             mirrored = sparse_embedding_tables(self.model, self.optimizer, self.params, self.groups)
         has_tables = self.server_tables or bool(mirrored)
         momentum, fallback = MomentumForm.NONE, ""
-        if together and not spec.mode.barrier:
+        if together and not spec.capabilities.rounds:
             workers = len(ranks.members) or self.session.size  # those that come later are among them
             spec, momentum, fallback = self._with_momentum(spec, workers, has_tables)
             here = here or momentum is MomentumForm.CHANGE
@@ -120,7 +120,7 @@ class OptimizerArguments:
     def refused(self) -> tuple[str, ...]:
         """Of the modes that advice compares, those that these arguments refuse."""
         by_split = self.group.refused if isinstance(self.group, ReplicaRanks) else ()
-        return (*by_split, *refused_of([mode for mode in COMPARED if mode not in by_split], self.settled))
+        return refused_of(self.settled, by_split)
 
 
 def names_of(
@@ -187,7 +187,7 @@ def check_combination(
     """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
     if buffers == "mean" and model is None:
         raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-    if here and spec.mode.barrier and spec.averaging is None and type(optimizer) is torch.optim.LBFGS:
+    if here and spec.capabilities.rounds and spec.averaging is None and type(optimizer) is torch.optim.LBFGS:
         raise UsageError(
             "LBFGS evaluates the loss a different number of times on each worker, so rounds cannot match; use sync='asp'"
         )
@@ -237,7 +237,7 @@ def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_
         return _reduces_with_neighbours(spec, wanted, session, server_tables)
     if server_tables and spec.averaging is not None:
         raise UsageError(f"rows of a ServerEmbedding are pushed in each step, and {spec.text} makes local steps; use bsp")
-    possible, servers = spec.among_workers and not server_tables, session.client is not None
+    possible, servers = spec.capabilities.reduces and not server_tables, session.client is not None
     if spec.anytime is not None and not servers:
         raise UsageError(f"{spec.text} needs the sequencer of polytempo run, and this job has none; start it with that")
     if server_tables and wanted == "allreduce":
