@@ -12,20 +12,42 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from polytempo.sync.compatibility import TABLE
+
 SOURCE = Path(__file__).parents[2] / "src/polytempo"
 KEPT = Path(__file__).with_name("refusals.txt")
 
 #: What was said in other words since, and how it is said now.
-REWORDED: dict[str, str] = {}
+REWORDED = {
+    "stages {} hold the same parameter, and {} applies the steps of each stage in an order of its own, so that the copies "
+    "would drift apart; use bsp, local:K or diloco:K, or cut the model so that one stage holds it": (
+        "stages {} hold the same parameter {}, and under sync={} its copies would be updated in different orders and drift "
+        "apart; use bsp, local or diloco, or stages= that keep it in one"
+    ),
+    "sync={} needs {}, which {} does not start; use polytempo run": (
+        "sync='{}' needs servers, which {} does not start; use polytempo run"
+    ),
+    "{} cannot go by {}; use {}": "{} cannot go by {}; use ps, or gossip:ring with peers",
+    "ps, or gossip:ring with peers": "{} cannot go by {}; use ps, or gossip:ring with peers",
+    "peers: its values go from worker to worker": "{} cannot go by {}; use peers: its values go from worker to worker",
+    "{} from a barrier (wait=)": "stages could leave out different replicas from a barrier (wait=)",
+    "{} from a merge (quorum=)": "stages could leave out different replicas from a merge (quorum=)",
+    "{} from a round": "stages could leave out different replicas from a round",
+}
 
 #: Functions and tables with such a name make texts of refusals, though they may raise nothing themselves.
 _SAYS_WHY = re.compile("refus|unsound|why|missing", re.IGNORECASE)
 
 
+def blank(text: str) -> str:
+    """With `{}` for each place that `str.format` fills in."""
+    return re.sub(r"\{\w*(![rs])?\}", "{}", text).replace("{{", "{").replace("}}", "}")
+
+
 def template(node: ast.AST) -> str | None:
     """A string literal with `{}` for what is filled in, by an f-string or by `str.format`; None for other nodes."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"\{\w*(![rs])?\}", "{}", node.value)
+        return blank(node.value)
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
     return None
@@ -70,7 +92,8 @@ def modules() -> list[ast.Module]:
 
 @cache
 def said_now() -> frozenset[str]:
-    return frozenset(text for tree in modules() for text in literals(tree))
+    of_table = {blank(f"{row.reason}; {row.remedy}") for row in TABLE.values()}
+    return frozenset(of_table.union(text for tree in modules() for text in literals(tree)))
 
 
 def test_no_refusal_has_vanished() -> None:

@@ -18,6 +18,7 @@ from polytempo.records.files import check_no_record
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.resume_rules import check_modes
 from polytempo.server.server_device import check_server_device, default_servers
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
 from polytempo.sync.spec import Spec, parse_spec, refused_of
 from polytempo.units import written_rate, written_seconds
@@ -93,19 +94,16 @@ class RunRequest:
     @property
     def way(self) -> str:
         """How gradients travel: "ps" or "allreduce"; or "peers": models, to neighbours."""
-        if self._has_neighbours():
+        if self.spec.capabilities.neighbours:
             return "peers"
         if self.via == "auto":  # between hosts, servers outlive more
             return "ps" if self._needs_servers() or self.listen else "allreduce"
         return self.via
 
-    def _has_neighbours(self) -> bool:
-        """Do workers keep models of their own, and mix them with those of neighbours?"""
-        return parse_spec(self.sync).gossip is not None
-
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if not parse_spec(self.sync).capabilities.reduces and not self._has_neighbours():
+        can = self.spec.capabilities
+        if not can.reduces and not can.neighbours:
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
@@ -151,17 +149,18 @@ class RunRequest:
 
     def check_mode(self) -> None:
         """Refuse a mode that does not go with the number of workers, or with the way of gradients that was asked for."""
-        parse_spec(self.sync).policy(self.size)
+        self.spec.policy(self.size)
         known = ("auto", "ps", "allreduce")
         if self.via not in known:
             raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
-        if self._has_neighbours() and self._needs_servers():
-            raise UsageError(
-                f"--sync {self.sync} keeps each worker's model at the worker, and servers hold none; leave "
-                f"{self._needs_servers()} out"
-            )
-        if self.via == "allreduce" and self._needs_servers():
-            raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that option out")
+        option, by_allreduce = self._needs_servers(), self.via == "allreduce"
+        wanted = {
+            Feature.SERVERS: bool(option),
+            Feature.CHECKPOINT: self.checkpoint is not None,
+            Feature.ALLREDUCE: by_allreduce,
+            Feature.SERVERS_BESIDE_ALLREDUCE: by_allreduce and bool(option),
+        }
+        check_features(self.spec, wanted, option=option)
 
     def refused_modes(self) -> tuple[str, ...]:
         """The modes with which this command would be refused, of those that advice compares."""

@@ -137,7 +137,7 @@ class ServerReducer(Reducer):
         self.client: Client = session.client
         self._sync = parse_spec(spec.sync)
         delay = self._sync.ahead
-        device = device_of(session.devices, self.client, spec, params)
+        device = device_of(session.devices, self.client, self._sync, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server" and momentum is None

@@ -21,7 +21,7 @@ from polytempo.records.stragglers import Straggler
 from polytempo.simulate.cluster import Cluster, Link
 from polytempo.simulate.durations import Trace
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.capabilities import Work
+from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.spec import Spec, compared, parse_spec
 
 #: Of the modes that advice compares, those that a trace of times alone can predict: no bytes are known.
@@ -137,7 +137,7 @@ def _throughput(spec: Spec, paces: JobPaces, without: Straggler | None = None, n
     """
     count = len(paces.workers)
     steps = min(STEPS, max(STEPS_IN_ALL // count, 1))
-    local = spec.capabilities.work is Work.LOCAL or spec.capabilities.neighbours
+    local = spec.capabilities.work is PushedWork.LOCAL or spec.capabilities.neighbours
     times, links = {}, {}
     for rank, pace in enumerate(paces.workers):
         removed = _removed(pace, paces, without) if without is not None else {}

@@ -17,7 +17,7 @@ from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, cos
 from polytempo.report.summary import percentages
 from polytempo.report.table import TextTable
 from polytempo.simulate.advice import WORTH, WORTH_SECONDS, caution_of, choose
-from polytempo.sync.capabilities import Caution, Work
+from polytempo.sync.capabilities import Caution, PushedWork
 from polytempo.sync.spec import parse_spec
 from polytempo.units import plain_number
 
@@ -68,7 +68,7 @@ class StragglerReport:
 def straggler_report(figures: Iterable[StepFigures], sync: str, refused: Collection[str] = ()) -> StragglerReport:
     """Judge a job by what its steps took; `refused`: modes that it could not use, which are not named."""
     spec = parse_spec(sync)
-    paces = paces_of(figures, dealt=spec.capabilities.by_speed, deadlines=spec.capabilities.work is Work.DEADLINE)
+    paces = paces_of(figures, dealt=spec.capabilities.by_speed, deadlines=spec.capabilities.work is PushedWork.DEADLINE)
     if paces is None:
         return StragglerReport(spec.text, None, ())
     costs = costs_of(stragglers_in(paces), paces, spec.text, refused)

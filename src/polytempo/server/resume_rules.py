@@ -21,6 +21,7 @@ from typing import Any
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec, parse_spec
 
 
@@ -110,10 +111,7 @@ def check_modes(name: str, saved: str, wanted: str) -> None:
     Raises: UsageError, with the mode to use."""
     before, after = parse_spec(saved), parse_spec(wanted)
     for spec in (before, after):
-        if spec.gossip is not None:
-            raise UsageError(
-                f"{spec.text} keeps each worker's model at the worker, and no checkpoint holds it; leave --resume out"
-            )
+        check_features(spec, Feature.RESUME)
     if before.fragments != after.fragments:
         raise UsageError(
             f"the checkpoint {name} is of {before.text}, which holds the model in {_parts(before.fragments)}, and "

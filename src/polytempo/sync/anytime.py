@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
 from polytempo.summation import in_order
 from polytempo.sync.barrier import Barrier, RoundRule
-from polytempo.sync.capabilities import Capabilities, Unsound, Update, Work
+from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.shares import ROUNDS, WorkerSpeeds
@@ -198,7 +198,7 @@ ANYTIME = Mode(
         "late": choice("late", ("drop", "keep")),
         "divide": choice("divide", ("expected", "actual")),
     },
-    capabilities=Capabilities(update=Update.ROUND, work=Work.DEADLINE, waits=False),
+    capabilities=Capabilities(update=MadeOf.ROUND, work=PushedWork.DEADLINE, waits=False),
     split=Unsound("stages would end a round after different micro-batches", ("bsp",)),
     price="no stale gradient; batches vary",
 )

@@ -27,7 +27,7 @@ from collections.abc import Collection
 
 from polytempo.options import number, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule
-from polytempo.sync.capabilities import Capabilities, Unsound, Update, Work
+from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weights_by_speed
@@ -90,6 +90,6 @@ BALANCE = Mode(
         "micro": whole_number("micro", at_least=1, example="8"),
         "most": number("a number most of at least 1", lambda most: most >= 1),
     },
-    capabilities=Capabilities(update=Update.ALL, work=Work.SHARE),
+    capabilities=Capabilities(update=MadeOf.ALL, work=PushedWork.SHARE),
     split=Unsound("each stage would measure a speed of its own, and cut the joint batch differently", ("bsp",)),
 )

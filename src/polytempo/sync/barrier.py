@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.capabilities import Capabilities, Unsound, Update
+from polytempo.sync.capabilities import Capabilities, MadeOf, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
@@ -302,7 +302,7 @@ BSP = Mode(
     "bsp",
     "barrier each step, mean over workers",
     lambda workers: Barrier(workers),
-    capabilities=Capabilities(update=Update.ALL),
+    capabilities=Capabilities(update=MadeOf.ALL),
     split=None,
 )
 
@@ -312,7 +312,7 @@ BACKUP = Mode(
     "barrier over all but B workers, the late ones' pushes discarded",
     lambda workers, backups: Barrier(workers, backups),
     argument=whole_number("B", at_least=1),
-    capabilities=Capabilities(update=Update.ROUND),
+    capabilities=Capabilities(update=MadeOf.ROUND),
     split=Unsound("stages could leave out different replicas from a round", ("bsp", "ssp:1")),
     price="no stale gradient; late work is lost",
 )

@@ -9,7 +9,7 @@
     gossip     nothing      its neighbours' models   a batch            yes
 
 They are read by the table of compatibilities (`compatibility.py`), by the drivers and by the simulator. Which mode it is,
-nobody outside `sync/` asks. What only one reader needs to know of a mode is no capability: its price in words (`Mode.price`)
+is asked in `sync/` alone. What only one reader needs to know of a mode is no capability: its price in words (`Mode.price`)
 and why it does not go with a model that is split (`Mode.split`) stand beside them.
 """
 
@@ -27,7 +27,7 @@ class Pushes(Enum):
     NOTHING = "nothing: it has a model of its own, which it mixes with those of its neighbours"
 
 
-class Update(Enum):
+class MadeOf(Enum):
     """What one update of the job's values is made of."""
 
     ALL = "the pushes of all workers: all of them hold one version between two steps"
@@ -35,7 +35,7 @@ class Update(Enum):
     EACH = "each push as it comes, or a few"
 
 
-class Work(Enum):
+class PushedWork(Enum):
     """What a worker does for one push."""
 
     BATCH = "a batch"
@@ -58,24 +58,24 @@ class Capabilities:
     """What a mode with its options can do and needs."""
 
     pushes: Pushes = Pushes.GRADIENTS
-    update: Update = Update.EACH
-    work: Work = Work.BATCH
+    update: MadeOf = MadeOf.EACH
+    work: PushedWork = PushedWork.BATCH
     waits: bool = True  #: does a worker wait for the answer to a push before it computes on?
 
     @property
     def rounds(self) -> bool:
         """Is an update made of a round of pushes, so that all workers step together?"""
-        return self.update is not Update.EACH
+        return self.update is not MadeOf.EACH
 
     @property
     def common(self) -> bool:
         """Do all workers hold the same values after each push, so that no server is needed to keep them?"""
-        return self.update is Update.ALL
+        return self.update is MadeOf.ALL
 
     @property
     def by_speed(self) -> bool:
         """Does a worker's work follow its speed, so that pushes must say what they were made of and in what time?"""
-        return self.work in (Work.SHARE, Work.DEADLINE)
+        return self.work in (PushedWork.SHARE, PushedWork.DEADLINE)
 
     @property
     def averages(self) -> bool:
@@ -90,7 +90,7 @@ class Capabilities:
     @property
     def reduces(self) -> bool:
         """May values stay with the workers, which reduce among themselves (all-reduce)?"""
-        return self.common or self.work is Work.DEADLINE
+        return self.common or self.work is PushedWork.DEADLINE
 
     @property
     def caution(self) -> Caution:

@@ -26,7 +26,7 @@ from typing import Any
 from polytempo.errors import SpecError
 from polytempo.options import fraction, positive_number, whole_number
 from polytempo.sync.barrier import Barrier
-from polytempo.sync.capabilities import Unsound, Update
+from polytempo.sync.capabilities import MadeOf, Unsound
 from polytempo.sync.decoupled_diloco import AUTO, OPTIONS, DecoupledDiloco, decoupled
 from polytempo.sync.local_sgd import BLOCKS, Averaging, FixedPeriod
 from polytempo.sync.mode import Mode
@@ -80,7 +80,7 @@ DECOUPLED = Mode(
     _decoupled_policy,
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
-    capabilities=lambda period, grace=AUTO, **options: replace(BLOCKS, update=Update.EACH, waits=grace == math.inf),
+    capabilities=lambda period, grace=AUTO, **options: replace(BLOCKS, update=MadeOf.EACH, waits=grace == math.inf),
     split=Unsound("stages could leave out different replicas from a merge (quorum=)", ()),
     averaging=_decoupled_averaging,
 )

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from polytempo.options import positive_number, whole_number
 from polytempo.sync.actions import Action, Apply, Hold, Release
-from polytempo.sync.capabilities import Capabilities, Unsound, Work
+from polytempo.sync.capabilities import Capabilities, PushedWork, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
@@ -121,7 +121,7 @@ DOWNPOUR = Mode(
         "alpha": positive_number("alpha", "0.1"),
         **SCALE,
     },
-    capabilities=Capabilities(work=Work.LOCAL, waits=False),
+    capabilities=Capabilities(work=PushedWork.LOCAL, waits=False),
     split=Unsound(
         "a stage fetches and pushes on its own, so that stages would compute with different blocks of local steps",
         ("local:8",),

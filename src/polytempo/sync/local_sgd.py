@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
-from polytempo.sync.capabilities import Capabilities, Pushes, Update, Work
+from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Pushes
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 
@@ -85,7 +85,7 @@ def _read_after(text: str) -> int | str:
 
 
 #: Of modes in which all workers average their models after a block.
-BLOCKS = Capabilities(Pushes.VALUES, Update.ALL, Work.LOCAL)
+BLOCKS = Capabilities(Pushes.VALUES, MadeOf.ALL, PushedWork.LOCAL)
 #: What an average does to the optimizer state of each worker.
 STATE = {"state": choice("state", ("keep", "mean", "reset"))}
 #: Options of modes that average by a mean.

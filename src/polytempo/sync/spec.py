@@ -5,7 +5,7 @@ The syntax is that of `polytempo/options.py`. Adding a mode means one new file a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -293,6 +293,13 @@ def refused_of(check: Callable[[Spec], object], known: Collection[str] = ()) -> 
         return False
 
     return tuple(mode for mode in _COMPARED if mode in known or is_refused(mode))
+
+
+def every_mode() -> Iterator[Mode]:
+    """Each mode, and each of its variants."""
+    for mode in MODES.values():
+        yield mode
+        yield from mode.variants.values()
 
 
 def mode_examples() -> dict[str, str]:

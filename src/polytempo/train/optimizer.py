@@ -52,6 +52,7 @@ from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.balance import BALANCE
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
@@ -141,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._ready = True
         self._session = session = current()
         sync, via = in_scope(sync, via, group, session)
-        spec = parse_spec(sync or session.job.sync)
+        spec = parse_spec(sync) if sync else session.job.spec
         check_choices(apply, via, buffers, clip_norm, nonfinite)
         tables = ModelTables(model)
         self._params = [param for group in self.param_groups for param in group["params"]]
@@ -169,7 +170,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if together and self._name == MAIN and session.client is not None:  # whose job gets advice at its end
             self._specs.refused = arguments.refused()
         self._buffers: BufferMean | None = None
-        if averaged is not None and spec.averaging is None:  # else they travel with the values
+        if averaged is not None and not spec.capabilities.averages:  # else they travel with the values
             self._buffers = BufferMean(session, averaged, self._name, ranks.members)
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
@@ -238,6 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._session,
             self._name,
             self._params,
+            self._spec,
             self._tables.dense,
             self._spec_of,
             self._take_initial_state,
@@ -385,7 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _circumstances(self) -> Circumstances:
         """How this worker trains, where no server does."""
-        return Circumstances(self._spec.text, float(self.param_groups[0]["lr"]), local=self._spec.averaging is not None)
+        return Circumstances(self._spec.text, float(self.param_groups[0]["lr"]), local=self._spec.capabilities.averages)
 
     def _begin_step(self, reducer: Reducer) -> float:
         """Check the parameters; the seconds that this worker has computed."""
@@ -456,11 +458,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: The mode deals out batches by speed: it accumulates micro-batches by itself.
         """
-        if self._spec.capabilities.by_speed:
-            raise UsageError(
-                f"no_sync() sums batches without their weights, and those of {self._spec.text} differ in size; leave it "
-                "out: with bsp+balance,micro=M and under anytime step() itself accumulates"
-            )
+        check_features(self._spec, Feature.NO_SYNC)
         self._set_syncing(False)
         try:
             yield
@@ -483,12 +481,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: The mode has no barrier.
         """
-        if self._spec.averaging is not None:
-            raise UsageError(f"synchronize() averages gradients, and {self._spec.text} averages values; clip before step()")
-        if self._spec.anytime is not None:
-            raise UsageError("synchronize() averages one batch of each worker, and anytime takes several; use clip_norm=")
-        if not self._spec.capabilities.rounds:
-            raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
+        check_features(self._spec, Feature.SYNCHRONIZE)
         dealt = self._update.samples() if isinstance(self._update, ShareUpdate) else 1.0
         weight = dealt if samples is None else weight_of(samples)
         if self._reducer is not None:
@@ -517,6 +510,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             UsageError: under `downpour` and with compressed answers; a parameter has another shape or dtype than before.
         """
         if self._reducer is not None:
+            check_features(self._spec, Feature.PUSH_PARAMETERS)
             with self._not_computing(), torch.no_grad():
                 self._update.push_values(self._reducer)
                 self._tables.check_unchanged()

@@ -31,7 +31,7 @@ from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import SavedObject
 from polytempo.records.lines import MAIN
 from polytempo.session.session import Session, current
-from polytempo.sync.capabilities import Work
+from polytempo.sync.capabilities import PushedWork
 from polytempo.train.safe_serialization import TensorList, decode, encode
 from polytempo.transport.channel import Bytes
 
@@ -189,7 +189,7 @@ class Registered:
     def _due(self, newest: int) -> int:
         """The push after which the state in the checkpoint should be. Without rounds each worker has made its own number."""
         can = self._session.job.spec.capabilities
-        if can.common and can.work is Work.BATCH:  # every worker makes one push a step
+        if can.common and can.work is PushedWork.BATCH:  # every worker makes one push a step
             return self._step - 1
         return newest if can.rounds or can.averages else self._pushed
 
