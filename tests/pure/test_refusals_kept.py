@@ -17,13 +17,16 @@ from polytempo.sync.compatibility import TABLE
 SOURCE = Path(__file__).parents[2] / "src/polytempo"
 KEPT = Path(__file__).with_name("refusals.txt")
 
+_TIED = (
+    "stages {} hold {}, and under sync={} its copies would be updated in different orders and drift apart; use bsp, local "
+    "or diloco, or stages= that keep it in one"
+)
 #: What was said in other words since, and how it is said now.
 REWORDED = {
     "stages {} hold the same parameter, and {} applies the steps of each stage in an order of its own, so that the copies "
-    "would drift apart; use bsp, local:K or diloco:K, or cut the model so that one stage holds it": (
-        "stages {} hold the same parameter {}, and under sync={} its copies would be updated in different orders and drift "
-        "apart; use bsp, local or diloco, or stages= that keep it in one"
-    ),
+    "would drift apart; use bsp, local:K or diloco:K, or cut the model so that one stage holds it": _TIED,
+    "stages {} hold the same parameter {}, and under sync={} its copies would be updated in different orders and drift "
+    "apart; use bsp, local or diloco, or stages= that keep it in one": _TIED,
     "sync={} needs {}, which {} does not start; use polytempo run": (
         "sync='{}' needs servers, which {} does not start; use polytempo run"
     ),

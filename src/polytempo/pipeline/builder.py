@@ -347,7 +347,7 @@ def _check_data_axis(stage: Stage, schedule: Schedule, shared: TiedNames) -> Non
     tied_here = next((stages for stages, names in shared.items() if names), None)
     if tied_here:
         stages = ", ".join(map(str, tied_here))
-        check_features(optimizer.spec, Feature.TIED, name=shared[tied_here][0], stages=stages)
+        check_features(optimizer.spec, Feature.TIED, parameter="the same parameter", stages=stages)
 
 
 def _stage(

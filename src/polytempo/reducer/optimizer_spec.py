@@ -100,7 +100,7 @@ class SpecBuilder:
             Feature.NO_MOMENTUM: "momentum" not in self._inner.param_groups[0],
             Feature.DELTA: self._apply == "delta",
             Feature.COMPRESSED_ANSWERS: not self._compression.pull.is_lossless,
-            Feature.COMPENSATION: self._spec.corrections.compensation is not None,
+            Feature.OPTIMIZER: True,
             Feature.SELECTION: self._compression.push.selects,
             Feature.COMPRESSION_AMONG_WORKERS: lossy and among_workers,
             Feature.COMPRESSED_CHANGES: lossy and here,

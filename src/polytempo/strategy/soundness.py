@@ -64,4 +64,6 @@ def check_tied(sync: str, names: tuple[str, ...], stages: tuple[int, ...]) -> No
 
     Raises: UsageError, with the names and the stages."""
     if names:
-        check_features(parse_spec(sync), Feature.TIED, name=names[0], stages=", ".join(map(str, stages)))
+        check_features(
+            parse_spec(sync), Feature.TIED, parameter=f"the same parameter {names[0]}", stages=", ".join(map(str, stages))
+        )

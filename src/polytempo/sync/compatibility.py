@@ -39,16 +39,16 @@ class Feature(Enum):
     GROUP = auto()  #: `group=`; `ranks`, and the `size` of the job
     PIPELINE = auto()  #: replicas of a model in stages
     TENSOR = auto()  #: replicas of a model whose layers are split
-    TIED = auto()  #: a parameter that several stages hold; `name`, `stages`
+    TIED = auto()  #: a parameter that several stages hold; `parameter`, `stages`
     JOINING = auto()  #: workers that come later
     # What a script asks of an optimizer.
+    OPTIMIZER = auto()  #: any `DistributedOptimizer`
     DELTA = auto()  #: `apply="delta"`
     DELTA_ON_SERVERS = auto()  #: the same, where changes go to servers
     SELECTION = auto()  #: compression that sends a part of the values; `compression`
     COMPRESSED_ANSWERS = auto()  #: `compression={"pull": ...}`
     COMPRESSION_AMONG_WORKERS = auto()  #: where nothing goes to servers
     COMPRESSED_CHANGES = auto()  #: where what is pushed are no gradients
-    COMPENSATION = auto()  #: `dc=`, `dca=`
     SERVER_EMBEDDING = auto()  #: `pt.tables.ServerEmbedding`
     ROWS = auto()  #: rows of any table, which travel beside dense gradients
     SPARSE_EMBEDDING = auto()  #: `nn.Embedding(sparse=True)`, of which only rows travel
@@ -121,6 +121,9 @@ CORRECTED = Capability(
 )
 CORRECTED_APART = Capability("stale gradients are corrected", lambda spec: spec.corrections.any)
 COMPENSATED = Capability("dc or dca", lambda spec: spec.corrections.compensation is not None)
+FETCHES_AND_COMPENSATES = Capability(
+    "local steps, and dc or dca", lambda spec: FETCHES.holds(spec) and COMPENSATED.holds(spec)
+)
 ADAPTS_MOMENTUM = Capability("momentum=async", lambda spec: spec.corrections.adapts_momentum)
 CORRECTS_MOMENTUM = Capability(
     "momentum=async, and the optimizer's rule", lambda spec: spec.corrections.adapts_momentum and not spec.mode.rule
@@ -184,7 +187,7 @@ TABLE: dict[tuple[Capability, Feature], Conflict] = {
         "leave group= out, or use sync='bsp'",
     ),
     (NOT_COMMON, Feature.TIED): Conflict(
-        "stages {stages} hold the same parameter {name}, and under sync={mode} its copies would be updated in different "
+        "stages {stages} hold {parameter}, and under sync={mode} its copies would be updated in different "
         "orders and drift apart",
         "use bsp, local or diloco, or stages= that keep it in one",
     ),
@@ -202,7 +205,7 @@ TABLE: dict[tuple[Capability, Feature], Conflict] = {
     ),
     (REDUCES, Feature.COMPRESSION_AMONG_WORKERS): _TO_SERVERS,
     (PUSHES_GRADIENTS, Feature.COMPRESSED_CHANGES): _TO_SERVERS,
-    (FETCHES, Feature.COMPENSATION): Conflict(
+    (FETCHES_AND_COMPENSATES, Feature.OPTIMIZER): Conflict(
         "{mode}: dc and dca need the weights a gradient was taken on, which local steps make here", "leave them out"
     ),
     (NEIGHBOURS, Feature.SERVER_EMBEDDING): Conflict(
