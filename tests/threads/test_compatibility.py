@@ -126,7 +126,7 @@ ENTRIES: dict[str, tuple[tuple[Feature, ...], Callable[..., object]]] = {
         (F.SERVERS, F.ALLREDUCE, F.SERVERS_BESIDE_ALLREDUCE),
         lambda sync: request(sync, via="allreduce", servers=1),
     ),
-    "resume": ((F.RESUME,), lambda sync: check_modes("step-1", sync, sync)),
+    "resume": ((F.RESUME,), lambda sync: check_modes("step-1", parse_spec(sync), parse_spec(sync))),
     "torchrun": ((F.OTHER_LAUNCHER,), other_launcher),
     "no servers": ((F.NO_SEQUENCER, F.NO_SERVERS), lambda sync: way(sync, None, servers=False)),
     "via=ps": ((F.VIA_PS,), lambda sync: way(sync, "ps", servers=True)),

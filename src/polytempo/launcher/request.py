@@ -206,7 +206,7 @@ class RunRequest:
             check_no_record(self.record, self.overwrite)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         if path is not None:
-            check_modes(path.name, manifest.get("sync", self.sync), self.sync)
+            check_modes(path.name, parse_spec(manifest.get("sync", self.sync)), self.spec)
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)

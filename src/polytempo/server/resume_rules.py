@@ -105,11 +105,10 @@ def companions_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(info.name for one in held for info in one.tensors[len(one.parameters) :])
 
 
-def check_modes(name: str, saved: str, wanted: str) -> None:
+def check_modes(name: str, before: Spec, after: Spec) -> None:
     """Refuse to go on under this mode from a checkpoint of that one, whatever the script makes.
 
     Raises: UsageError, with the mode to use."""
-    before, after = parse_spec(saved), parse_spec(wanted)
     for spec in (before, after):
         check_features(spec, Feature.RESUME)
     if before.fragments != after.fragments:
@@ -127,7 +126,7 @@ def resumption(name: str, saved: Holding, wanted: Holding) -> Resumption:
     """What becomes of a checkpoint with this name.
 
     Raises: UsageError, in one line, where no job can go on from it."""
-    check_modes(name, saved.sync, wanted.sync)
+    check_modes(name, saved.spec, wanted.spec)
     if "peers" in (saved.apply, wanted.apply):
         who = f"the checkpoint {name} holds no values of it" if saved.apply == "peers" else "servers give it none"
         raise UsageError(f"an optimizer whose values are at the workers cannot be resumed: {who}; use via='ps'")

@@ -51,7 +51,7 @@ from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
-from polytempo.sync.balance import BALANCE
+from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
 from polytempo.sync.spec import Spec, parse_spec
@@ -197,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         first = beside(self._name) == MAIN
         if spec.capabilities.by_speed and first:
             session.dealing.use(spec)
-        if spec.mode is BALANCE:
+        if spec.capabilities.work is PushedWork.SHARE:
             self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, first)
         self._keep_state(here or self._momentum is MomentumForm.GRADIENT)
         told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
