@@ -57,6 +57,7 @@ proof: $(INSTALLED)
 figures: $(INSTALLED)
 	$(BIN)/python docs/figures/bounds.py
 	$(BIN)/python docs/figures/stable_rates.py
+	$(BIN)/python docs/figures/modes.py
 	$(BIN)/python docs/figures/pipelines.py
 	$(BIN)/python docs/figures/local_steps.py
 	$(BIN)/python docs/figures/uneven.py

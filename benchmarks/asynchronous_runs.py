@@ -116,7 +116,7 @@ def optimizer_of(job: Run) -> Callable[[list[nn.Parameter]], torch.optim.Optimiz
     if job.work != "gpt":
         return partial(torch.optim.SGD, lr=job.rate, momentum=job.momentum)
     spec = parse_spec(job.sync)
-    if spec.mode.barrier or spec.worker_momentum:
+    if spec.capabilities.rounds or spec.worker_momentum:
         return partial(scheduled_adam, rate=job.rate, steps=GPT_STEPS)
     share = rate_of(spec.options.get("scale"), job.workers)  # a rate that is set says this, too
     return partial(scheduled_adam, rate=job.rate * share, steps=GPT_STEPS * job.workers)

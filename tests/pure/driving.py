@@ -32,7 +32,7 @@ class Job:
 
     def __init__(self, sync: str | Policy, workers: int, recording: bool = True) -> None:
         self.policy = parse_spec(sync).policy(workers) if isinstance(sync, str) else sync
-        self.measured = isinstance(sync, str) and parse_spec(sync).measured
+        self.measured = isinstance(sync, str) and parse_spec(sync).capabilities.by_speed
         self.workers = workers
         self.awaited = set(range(workers))  # initial workers of whom nothing was heard yet
         self.steps: dict[int, int] = {}

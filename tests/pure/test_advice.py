@@ -22,11 +22,12 @@ from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
 from polytempo.report import straggler_costs
 from polytempo.report.straggler_report import closing_line, straggler_report
-from polytempo.simulate.advice import Caution, advise, caution_of, default_modes, situation_of
+from polytempo.simulate.advice import advise, caution_of, default_modes, situation_of
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.spec import COMPARED, MODES, parse_spec
+from polytempo.sync.capabilities import Caution
+from polytempo.sync.spec import MODES, compared
 
 GIGABIT = Link(bandwidth=1.25e8)
 
@@ -101,12 +102,12 @@ def test_the_modes_that_are_compared_follow_the_situation() -> None:
 
 
 def test_every_mode_has_its_place_in_the_order_of_caution() -> None:
-    found = {name: caution_of(parse_spec(mode.example)) for name, mode in MODES.items()}
+    found = {name: caution_of(mode.example) for name, mode in MODES.items()}
     assert {name for name, caution in found.items() if caution is Caution.EXACT} == {"bsp", "bsp+balance"}
     assert {name for name, caution in found.items() if caution is Caution.FRESH} == {"bsp+backup", "anytime"}
     assert {name for name, caution in found.items() if caution is Caution.LOCAL} == {"local", "adacomm", "diloco"}
-    assert caution_of(parse_spec("diloco:100,quorum=2")) is Caution.STALE
-    cautions = [caution_of(parse_spec(mode)) for mode in COMPARED]
+    assert caution_of("diloco:100,quorum=2") is Caution.STALE
+    cautions = [caution_of(mode) for mode in compared()]
     assert cautions == sorted(cautions)
 
 
@@ -136,7 +137,7 @@ def test_advice_from_a_record_says_what_it_cannot_tell_and_leaves_out_what_the_j
         ("one", [32], []),
         ("two", [32, 8], []),
         ("refused", [32], ["bsp+balance", "anytime:auto"]),
-        ("arrays", [32], list(COMPARED)),
+        ("arrays", [32], list(compared())),
     ):
         with RecordWriter(tmp_path / name) as writer:
             for line in bsp_record(sizes, stalls=0.0):
@@ -219,7 +220,7 @@ def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(
     for seed in range(40):
         job = draw_job(seed)
         options, checked = options_of_job(job, seed, typed)
-        figures, unfit = figures_of(job.lines), Random(seed).sample(COMPARED, seed % 5)
+        figures, unfit = figures_of(job.lines), Random(seed).sample(compared(), seed % 5)
         report = straggler_report(figures, job.sync, {*unfit, *checked.request.refused_modes()})
         line = closing_line(report, str(tmp_path / "my record"))
         assert "\n" not in line
@@ -243,7 +244,7 @@ def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(
             named.add(gain[1])
         if not seed % 10:
             assert line == closing_line(report, str(tmp_path / "my record"))  # the same record, the same advice
-            assert "--sync" not in closing_line(straggler_report(figures, job.sync, COMPARED))
+            assert "--sync" not in closing_line(straggler_report(figures, job.sync, compared()))
     assert {"bsp+balance", "anytime:auto"} <= named
     assert len(by_options) >= 6
     assert set.union(*by_options.values()) >= {"bsp+balance", "anytime:auto", "local:8", "ssp:3", "asp"}
@@ -255,7 +256,7 @@ def test_a_command_knows_what_it_would_refuse(typed: Typed) -> None:
     def refused(options: str) -> tuple[str, ...]:
         checked = typed.start(f"polytempo run {options} train.py")
         assert checked.options()["refused"] == list(checked.request.refused_modes())
-        for mode in COMPARED:
+        for mode in compared():
             if mode in checked.request.refused_modes():
                 with pytest.raises(UsageError):
                     typed.start(in_mode(options, mode))
@@ -264,9 +265,9 @@ def test_a_command_knows_what_it_would_refuse(typed: Typed) -> None:
         return checked.request.refused_modes()
 
     assert refused("--strategy data=2,pipe=2") == ("bsp+balance", "anytime:auto", "bsp+backup:1")
-    assert set(refused("--strategy tensor=2")) == {*COMPARED} - {"bsp", "local:8", "diloco:100"}
+    assert set(refused("--strategy tensor=2")) == set(compared()) - {"bsp", "local:8", "diloco:100"}
     assert refused("-n 4") == refused("-n 4 --checkpoint saved") == refused("-n 4 --servers 2") == ()
     assert refused("-n 4 --via allreduce") == ("bsp+backup:1", "ssp:3", "dssp:3..15", "asp")
     assert refused("-n 1") == ("bsp+backup:1",)
     declared = typed.start("polytempo run --strategy data=2,sync=ssp:3 train.py").request
-    assert set(declared.refused_modes()) == {*COMPARED} - {"ssp:3"}  # a --sync beside it would be refused
+    assert set(declared.refused_modes()) == set(compared()) - {"ssp:3"}  # a --sync beside it would be refused

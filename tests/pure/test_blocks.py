@@ -318,7 +318,7 @@ def test_a_record_of_adacomm_replays_with_its_losses_and_not_with_others() -> No
 def test_what_workers_do_at_the_end_of_a_block(text: str, averaging: Averaging) -> None:
     spec = parse_spec(text)
     assert spec.averaging == averaging
-    assert spec.mode.barrier != averaging.decoupled
+    assert spec.capabilities.rounds != averaging.decoupled
     assert spec.corrections == Corrections()  # block momentum is not the momentum of a correction
     assert spec.averaging.plain == (text in ("local:8", "local:8,state=mean", "local:8,momentum=0") or "outer_lr=1" in text)
 

@@ -20,6 +20,7 @@ import polytempo.simulate
 import polytempo.tables
 from polytempo.cli.main import app
 from polytempo.simulate.description import experiment_from
+from polytempo.sync.compatibility import Feature
 from polytempo.sync.spec import parse_spec
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,21 @@ def test_how_far_velocities_are_behind_at_their_limit(way: str, times: str, degr
     assert f"{-math.degrees(cmath.phase(pushed)):.0f}" == degrees
     text = " ".join(stable.PAGE.read_text(encoding="utf-8").split())
     assert f"{times} times the gradient and {degrees} degrees" in text
+
+
+def test_the_page_on_modes_is_up_to_date() -> None:
+    modes = figures_of("modes")
+    page = modes.PAGE.read_text(encoding="utf-8")
+    assert modes.page_with_tables(page) == page, "run: make figures"
+
+
+def test_the_page_on_modes_has_every_feature_that_a_user_can_choose() -> None:
+    shown = {
+        feature for columns in figures_of("modes").COLUMNS.values() for features in columns.values() for feature in features
+    }
+    of_simulation = {Feature.SIMULATED_ALLREDUCE, Feature.SIMULATED_PEERS, Feature.SIMULATED_NO_PEERS}
+    without_mode = {Feature.SERVERS_BESIDE_ALLREDUCE, Feature.VIA_PS_WITHOUT_SERVERS}
+    assert shown == set(Feature) - of_simulation - without_mode
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "pipeline": (
         {
             *("checkpoints", "device", "errors", "options", "summation", "units", "transport", "collectives", "session"),
-            *("train", "profile_ranges"),
+            *("train", "profile_ranges", "sync"),
         },
         {"torch", "numpy", "safetensors"},
     ),

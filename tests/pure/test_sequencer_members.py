@@ -255,7 +255,7 @@ def test_the_death_of_an_earlier_life_is_no_death_of_the_next() -> None:
 
 def comes_in(bench: Bench, orders: list[Any]) -> list[Reply]:
     """The answers when one has come back: in modes whose rounds are planned it starts with the next."""
-    return replies_in(orders if not parse_spec(bench.sync).measured else bench.push(0))
+    return replies_in(orders if not parse_spec(bench.sync).capabilities.by_speed else bench.push(0))
 
 
 @every_mode
@@ -269,7 +269,7 @@ def test_one_that_came_back_can_die_again(sync: str) -> None:
     assert bench.sequencer.statistics[1].state == "lost"
     assert len(bench.lines_of("leave")) == 4
     for step in range(20):
-        at = None if parse_spec(sync).measured else step
+        at = None if parse_spec(sync).capabilities.by_speed else step
         assert replies_in(bench.push(0, at)), "the other goes on alone"
 
 

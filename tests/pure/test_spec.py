@@ -141,7 +141,8 @@ def test_scales(head: str, option: str, scale: float) -> None:
 @pytest.mark.parametrize("name", MODES)
 def test_corrections_are_options_of_every_mode_without_rounds(name: str) -> None:
     example, option = MODES[name].example, "dca=1,drop=8,dcm=0.5"
-    if MODES[name].barrier or MODES[name].gossip:
+    can = parse_spec(example).capabilities
+    if can.rounds or can.neighbours:
         assert f"{name} has no option 'dca'; known: " in refusal(f"{example},{option}")
     else:
         corrections = parse_spec(f"{example},{option}").corrections
@@ -230,7 +231,12 @@ def test_the_contract_is_covered() -> None:
 def test_what_workers_must_know_of_uneven_modes() -> None:
     assert (parse_spec("bsp+balance,micro=4").micro, parse_spec("bsp+balance").micro, parse_spec("bsp").micro) == (4, 0, 0)
     assert (parse_spec("anytime:auto").micro, parse_spec("anytime:0.5,micro=3").micro) == (8, 3)
-    assert [parse_spec(text).measured for text in ("bsp", "bsp+backup:1", "bsp+balance", "anytime:1")] == [0, 0, 1, 1]
+    assert [parse_spec(text).capabilities.by_speed for text in ("bsp", "bsp+backup:1", "bsp+balance", "anytime:1")] == [
+        0,
+        0,
+        1,
+        1,
+    ]
     late = parse_spec("anytime:auto,late=keep").anytime
     assert late is not None
     assert late.late == "keep"

@@ -13,7 +13,7 @@ import polytempo as pt
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
 from polytempo.strategy.job_options import JobOptions
-from polytempo.sync.spec import COMPARED
+from polytempo.sync.spec import compared
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.server_embedding import ServerEmbedding
 
@@ -67,7 +67,7 @@ def test_what_a_job_is_not_advised_is_what_its_optimizer_refuses(feature: str) -
     make, taken, unfit = FEATURES[feature]
     told = summed_up(make, taken)
     truth = []
-    for mode in COMPARED:
+    for mode in compared():
         try:
             summed_up(make, mode)
         except UsageError:
@@ -80,7 +80,7 @@ def test_what_a_job_is_not_advised_is_what_its_optimizer_refuses(feature: str) -
 def test_arrays_are_advised_nothing() -> None:
     with ThreadJob(2) as job:
         job.run(lambda session: pt.tables.KV({"w": pt.tables.Array(10)})["w"].push(torch.ones(10)).result())
-    assert job.summary["refused"] == list(COMPARED)
+    assert job.summary["refused"] == list(compared())
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("data=1,pipe=2", 2), ("data=2,pipe=2", 4)])
@@ -93,10 +93,10 @@ def test_a_model_in_stages_is_not_advised_what_its_strategy_refuses(strategy: st
     with ThreadJob(workers, via="auto") as job:
         job.run(rank)
     refused = []
-    for mode in COMPARED:
+    for mode in compared():
         try:
             JobOptions(strategy, sync=mode).settled()
         except UsageError:
             refused.append(mode)
     assert "bsp+balance" in refused
-    assert job.summary["refused"] == (list(COMPARED) if workers == 2 else refused)
+    assert job.summary["refused"] == (list(compared()) if workers == 2 else refused)

@@ -88,7 +88,7 @@ def advise(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
     typer.echo(f"{table.text(width)}\n")
     say_advice(settings, advice)
-    if spec.measured:
+    if spec.capabilities.by_speed:
         typer.echo(f"The script must deal its batches {DEALT}.")
     if cluster.model_bytes and recorded.get("runs") != "function":
         typer.echo("Between hosts: add --listen HOST:PORT --expect N.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from polytempo.sync.spec import MODES
+from polytempo.sync.spec import mode_examples
 
 #: Says, in the environment of a completion, which shell asks. The name is typer's.
 ASKING = "_POLYTEMPO_COMPLETE"
@@ -12,7 +12,7 @@ ASKING = "_POLYTEMPO_COMPLETE"
 
 def complete_mode(incomplete: str) -> list[tuple[str, str]]:
     """What `--sync` may be, with its meaning; nothing behind a colon, where bash would not replace the name before it."""
-    return [] if ":" in incomplete else [(mode.example, mode.meaning) for mode in MODES.values()]
+    return [] if ":" in incomplete else list(mode_examples().items())
 
 
 def join_broken_words(environment: MutableMapping[str, str]) -> None:

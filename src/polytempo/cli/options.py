@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from typer.core import TyperCommand, TyperGroup
 
 from polytempo.server.job_plan import Limits
-from polytempo.sync.spec import MODES
+from polytempo.sync.spec import mode_examples
 from polytempo.units import parse_factors, parse_hiccup, parse_links
 
 Option = typer.Option
@@ -173,11 +173,12 @@ def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
     """What to type, and what `--sync` may be."""
     lines = [" Examples:", *(f"   {line}" for line in examples), ""]
     if modes:
-        wide = max(len(mode.example) for mode in MODES.values()) + 5
+        known = mode_examples()
+        wide = max(map(len, known)) + 5
         lines += [" Modes:"]
-        for mode in MODES.values():
-            head = f"   {mode.example}".ljust(wide)
-            lines += textwrap.wrap(mode.meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
+        for example, meaning in known.items():
+            head = f"   {example}".ljust(wide)
+            lines += textwrap.wrap(meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
         lines.append("")
     return "\n".join(lines)
 

@@ -311,17 +311,17 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
 def _scaling(settings: Settings, picture: Path | None, json_file: Path | None, quiet: bool) -> None:
     sync = settings.jobs[0][0]
     spec = parse_spec(sync)
-    rings = ["ring"] if spec.mode.barrier and spec.mode.all_reduce else ["peers"] if spec.gossip else []
+    can = spec.capabilities
+    rings = ["ring"] if can.reduces else ["peers"] if can.neighbours else []
     if settings.cluster.hosts and "ring" in rings:
         rings.append("hierarchical")
-    shards = () if spec.gossip else (1, 2, 4, 8)
-    block = spec.averaging.period if spec.averaging else 1
-    steps = -(-SCALING_STEPS // block) * block  # whole blocks
+    shards = () if can.neighbours else (1, 2, 4, 8)
+    steps = -(-SCALING_STEPS // spec.period) * spec.period  # whole blocks
     with _bar(f"{sync}, 1 to 64 workers", quiet) as report:
         series = measure_scaling(
             settings.cluster, sync, shards=shards, rings=rings, steps_each=steps, seed=settings.seed, progress=report
         )
-    way = "among peers" if spec.gossip else f"over parameter-server shards{' and ring' * bool(rings)}"
+    way = "among peers" if can.neighbours else f"over parameter-server shards{' and ring' * bool(rings)}"
     title = f"{sync} {way}: {_machines(settings)}"
     say_assumptions(settings)
     _print(scaling_table(series, title))
@@ -406,7 +406,7 @@ CANNOT_TELL = (
 
 def _steps_each(modes: Iterable[str], cluster: Cluster) -> int:
     """Steps of each worker: of modes that average models now and then several blocks, or the last one decides too much."""
-    periods = [spec.averaging.period for mode in modes if (spec := parse_spec(mode)).averaging is not None]
+    periods = [spec.period for mode in modes if (spec := parse_spec(mode)).capabilities.averages]
     return max([DEFAULT_STEPS, *(BLOCKS * period for period in periods if cluster.workers <= FEW)])
 
 
@@ -448,13 +448,13 @@ def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster, default: b
     for text in sync:
         spec = parse_spec(text)
         spec.policy(cluster.workers)
-        choices = list(vias)
-        if not choices and spec.averaging is not None and cluster.links and not cluster.model_bytes:
+        choices, can = list(vias), spec.capabilities
+        if not choices and can.averages and cluster.links and not cluster.model_bytes:
             choices = ["ps"]  # of a record: an exchange is a latency to the servers and back
-        if not choices and (spec.averaging is not None or spec.gossip is not None):
+        if not choices and (can.averages or can.neighbours):
             choices = ["auto"]
         if not choices:
-            both = timed and spec.mode.barrier and spec.mode.all_reduce
+            both = timed and can.reduces
             choices = ["ps", "allreduce"] if both else ["ps"]
             if both and default and spec.mode.name != "bsp":
                 choices = ["allreduce"]

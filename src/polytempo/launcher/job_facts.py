@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from polytempo.errors import UsageError
 from polytempo.launcher.environment import Placement, placement_of
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.transport.keys import WorkerKeys, read_key_file
 from polytempo.transport.link_relay import EmulatedHost, worker_name
 
@@ -59,6 +61,11 @@ class JobFacts:
     reader: int | None = None  #: the rank that has standard input
     debugged: bool = False  #: does its user debug it (--debug)? Then no rank gives up another for being late
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
+
+    @cached_property
+    def spec(self) -> Spec:
+        """The mode of the job."""
+        return parse_spec(self.sync)
 
     def torch_variables(self, rank: int) -> dict[str, str]:
         """The variables that torchrun sets: `torch.distributed.init_process_group()` works in our workers, too."""

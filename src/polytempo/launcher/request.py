@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from polytempo.records.files import check_no_record
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.resume_rules import check_modes
 from polytempo.server.server_device import check_server_device, default_servers
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
-from polytempo.sync.spec import COMPARED, parse_spec, refused_of
+from polytempo.sync.spec import Spec, parse_spec, refused_of
 from polytempo.units import written_rate, written_seconds
 
 
@@ -59,6 +61,11 @@ class RunRequest:
     fork: bool = False  #: fork the processes from the launcher instead of starting interpreters
     refused: tuple[str, ...] = ()  #: modes that do not go with the strategy, of those that advice compares
 
+    @cached_property
+    def spec(self) -> Spec:
+        """The mode."""
+        return parse_spec(self.sync)
+
     @property
     def size(self) -> int:
         """Workers here and elsewhere."""
@@ -75,7 +82,7 @@ class RunRequest:
         (`bsp`, `local` and the like), else one."""
         if self.min_workers is not None:
             return self.min_workers
-        return self.size if parse_spec(self.sync).in_rounds else 1
+        return self.size if self.spec.capabilities.common else 1
 
     @property
     def shards(self) -> int:
@@ -87,19 +94,16 @@ class RunRequest:
     @property
     def way(self) -> str:
         """How gradients travel: "ps" or "allreduce"; or "peers": models, to neighbours."""
-        if self._has_neighbours():
+        if self.spec.capabilities.neighbours:
             return "peers"
         if self.via == "auto":  # between hosts, servers outlive more
             return "ps" if self._needs_servers() or self.listen else "allreduce"
         return self.via
 
-    def _has_neighbours(self) -> bool:
-        """Do workers keep models of their own, and mix them with those of neighbours?"""
-        return parse_spec(self.sync).gossip is not None
-
     def _needs_servers(self) -> str:
         """The option that only a parameter server can fulfil; empty when there is none."""
-        if not parse_spec(self.sync).among_workers and not self._has_neighbours():
+        can = self.spec.capabilities
+        if not can.reduces and not can.neighbours:
             return f"--sync {self.sync}"
         options = {
             "--servers": self.servers,
@@ -145,22 +149,22 @@ class RunRequest:
 
     def check_mode(self) -> None:
         """Refuse a mode that does not go with the number of workers, or with the way of gradients that was asked for."""
-        parse_spec(self.sync).policy(self.size)
+        self.spec.policy(self.size)
         known = ("auto", "ps", "allreduce")
         if self.via not in known:
             raise UsageError(f"expected --via {', '.join(known)}, got {self.via!r}{nearest(self.via, known)}")
-        if self._has_neighbours() and self._needs_servers():
-            raise UsageError(
-                f"--sync {self.sync} keeps each worker's model at the worker, and servers hold none; leave "
-                f"{self._needs_servers()} out"
-            )
-        if self.via == "allreduce" and self._needs_servers():
-            raise UsageError(f"--via allreduce cannot do {self._needs_servers()}; use --via ps, or leave that option out")
+        option, by_allreduce = self._needs_servers(), self.via == "allreduce"
+        wanted = {
+            Feature.SERVERS: bool(option),
+            Feature.CHECKPOINT: self.checkpoint is not None,
+            Feature.ALLREDUCE: by_allreduce,
+            Feature.SERVERS_BESIDE_ALLREDUCE: by_allreduce and bool(option),
+        }
+        check_features(self.spec, wanted, option=option)
 
     def refused_modes(self) -> tuple[str, ...]:
         """The modes with which this command would be refused, of those that advice compares."""
-        by_mode = refused_of(COMPARED, lambda spec: replace(self, sync=spec.text).check_mode())
-        return tuple(mode for mode in COMPARED if mode in by_mode or mode in self.refused)
+        return refused_of(lambda spec: replace(self, sync=spec.text).check_mode(), self.refused)
 
     def how_to_save(self) -> str:
         """What to do for a model that is at the workers, so that it outlives the job."""
@@ -202,7 +206,7 @@ class RunRequest:
             check_no_record(self.record, self.overwrite)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         if path is not None:
-            check_modes(path.name, manifest.get("sync", self.sync), self.sync)
+            check_modes(path.name, parse_spec(manifest.get("sync", self.sync)), self.spec)
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)

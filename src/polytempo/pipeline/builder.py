@@ -43,6 +43,7 @@ from polytempo.pipeline.stage import Loss, MakeOptimizer, Stage
 from polytempo.pipeline.stage_device import StageDevices, asks_for_gpu, chosen, shared_device
 from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.pipeline.topology import Topology, parse_topology
+from polytempo.sync.compatibility import Feature, check_features
 
 Cuts = int | Sequence[int] | PartitionPlan
 #: For each set of stages that hold the same parameters, the names of these in this rank's part.
@@ -344,12 +345,9 @@ def _check_data_axis(stage: Stage, schedule: Schedule, shared: TiedNames) -> Non
             "stages too; leave replicas out"
         )
     tied_here = next((stages for stages, names in shared.items() if names), None)
-    if tied_here and not optimizer.spec.in_rounds:
-        raise UsageError(
-            f"stages {', '.join(map(str, tied_here))} hold the same parameter, and {optimizer.spec.text} applies the steps "
-            "of each stage in an order of its own, so that the copies would drift apart; use bsp, local:K or diloco:K, or "
-            "cut the model so that one stage holds it"
-        )
+    if tied_here:
+        stages = ", ".join(map(str, tied_here))
+        check_features(optimizer.spec, Feature.TIED, parameter="the same parameter", stages=stages)
 
 
 def _stage(

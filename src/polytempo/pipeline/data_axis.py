@@ -49,6 +49,6 @@ class DataAxis:
 
     def average(self, samples: float) -> None:
         """Make the gradients the mean over the replicas, where the mode averages gradients."""
-        spec = self.optimizer.spec
-        if spec.mode.barrier and spec.averaging is None:
+        can = self.optimizer.spec.capabilities
+        if can.rounds and not can.averages:
             self.optimizer.synchronize(samples)

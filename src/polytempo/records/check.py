@@ -93,7 +93,7 @@ class RecordChecker:
         self._begun = False
         self._merges = MergeChecker(spec, self._require) if decoupled else None
         self._neighbours = None if spec.gossip is None else NeighbourRules(spec.gossip)
-        self._rounds = RoundChecker(spec, self._require) if spec.measured else None
+        self._rounds = RoundChecker(spec, self._require) if spec.capabilities.by_speed else None
         self._group: list[RecordLine] = []
 
     def feed(self, line: RecordLine) -> None:
@@ -107,7 +107,7 @@ class RecordChecker:
         """The record has ended; the number of lines checked."""
         self._take_group()
         for server, applied in self._applied.items():
-            open_round = (self.spec.mode.barrier or self._merges) and self._pushed
+            open_round = (self.spec.capabilities.rounds or self._merges) and self._pushed
             del applied[-1]
             if applied != self._accepted and not open_round:
                 missing = dict(self._accepted - applied)
@@ -181,7 +181,7 @@ class RecordChecker:
 
     def _discard(self, line: RecordLine) -> None:
         if line["worker"] in self._pushed and not self._corrections.gives(line["reason"]):
-            self._require(line, self.spec.mode.barrier, "discarded, although the mode applies every push")
+            self._require(line, self.spec.capabilities.rounds, "discarded, although the mode applies every push")
             if self._rounds is not None:  # a worker that was overdue goes on with the next round
                 self._require(line, line["step"] < self._rounds.number, "discarded, although its round is open")
                 self._pushed[line["worker"]] = self._rounds.number + 1
@@ -256,7 +256,7 @@ class RecordChecker:
         dropped = next(filter(None, (self._corrections.verdict(stale).drop for stale in line["staleness"])), "")
         self._require(line, not dropped, f"applied, although {dropped}")
         keeps = self.spec.anytime is not None and self.spec.anytime.late == "keep"  # a late micro-batch counts a round later
-        fresh = keeps or not (self.spec.mode.barrier or self._neighbours) or not any(line["staleness"])
+        fresh = keeps or not (self.spec.capabilities.rounds or self._neighbours) or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 
     def _none_forgotten(self, line: RecordLine) -> None:

@@ -404,7 +404,7 @@ class CollectiveReducer(Reducer):
         self.hooks = GradientHooks(params, buffer, self._complete) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all ranks after a write by the script
         self._blocks = parse_spec(spec.sync).averaging is not None
-        self._measured = parse_spec(spec.sync).measured
+        self._measured = parse_spec(spec.sync).capabilities.by_speed
         members = spec.members or tuple(range(session.size))
         ruled = (self._blocks or self._measured) and self._clock is None
         self._rule = RuleByBallot(spec.sync, members) if ruled else None

@@ -20,7 +20,8 @@ from polytempo.device.exchange_fences import ANSWERED, PUSHED
 from polytempo.protocol.messages import ShareDevice
 from polytempo.protocol.values import DeviceRange, OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.compatibility import Feature, conflict
+from polytempo.sync.spec import Spec
 from polytempo.transport.deadline import Deadline
 
 #: In a server's refusal: it is where `--server-device` says, or the server itself has said why it is not on a device.
@@ -29,15 +30,15 @@ IN_HOST_MEMORY = "in the memory of the CPU"
 POLL = 50e-6
 
 
-def device_of(devices: Devices, client: Client, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> Device | None:
+def device_of(
+    devices: Devices, client: Client, sync: Spec, spec: OptimizerSpec, params: Sequence[torch.Tensor]
+) -> Device | None:
     """The device on which an optimizer's values can be exchanged; None where they pass through the host: with servers on
     other hosts, compression, tables, pushes that overlap, rounds that are not waited for, rounds with deadlines (a thread
     takes their answers while the script's stream computes), local steps whose pushes bring no values back, and parameters on
     several devices."""
-    mode = parse_spec(spec.sync)
     places = {param.device for param in params}
-    alone = mode.anytime is not None or (mode.averaging is not None and not mode.averaging.waits)
-    through_host = spec.push_filter or spec.pull_filter or spec.tables or mode.ahead or mode.local or alone
+    through_host = spec.push_filter or spec.pull_filter or spec.tables or conflict(sync, Feature.GPU_MEMORY)
     if client.pool.registry is None or through_host or len(places) != 1:
         return None
     return devices.of(places.pop())

@@ -17,13 +17,15 @@ from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import Session
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.capabilities import PushedWork
+from polytempo.sync.spec import Spec
 
 
 def make_reducer(
     session: Session,
     name: str,
     params: Sequence[torch.Tensor],
+    sync: Spec,
     dense: Sequence[int],
     spec_of: Callable[[str], OptimizerSpec],
     initial_state: Callable[[OptimizerSpec], Sequence[SegmentState]],
@@ -37,6 +39,7 @@ def make_reducer(
         session: The job.
         name: The optimizer's name in the job.
         params: All its parameters.
+        sync: Its mode.
         dense: Indices of those that are no tables.
         spec_of: The optimizer's spec: "" for values on servers, "peers" for values on the workers, "mean" to average only.
         initial_state: The state of the wrapped optimizer, which the servers start from.
@@ -46,23 +49,23 @@ def make_reducer(
             `polytempo run`, else by collectives.
         momentum: Of this worker, whose look-ahead is pushed in place of each gradient.
     """
+    has_deadlines = sync.capabilities.work is PushedWork.DEADLINE
     if on_servers:
         spec = spec_of("")
-        summed = parse_spec(spec.sync).anytime is not None  # gradients of several micro-batches are
         return ServerReducer(
             session,
             name,
             spec,
             [params[index] for index in dense],
             initial_state(spec),
-            hooked=spec.apply == "server" and not spec.push_filter and not summed,
+            hooked=spec.apply == "server" and not spec.push_filter and not has_deadlines,  # else the sum
             tables=tables,
             mean=(spec_of("mean"), params),
             momentum=momentum,
         )
-    if parse_spec(spec_of("peers").sync).gossip is not None:
+    if sync.capabilities.neighbours:
         return NeighbourReducer(session, name, spec_of("peers"), params)
-    if parse_spec(spec_of("peers").sync).anytime is not None:
+    if has_deadlines:
         return PeerReducer(session, name, spec_of("peers"), params)
     if session.client is not None and session.job.meeting:
         return SharedMemoryReducer(session, name, spec_of("peers"), params)

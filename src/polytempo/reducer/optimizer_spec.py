@@ -19,6 +19,7 @@ from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.reducer.flat_buffer import describe
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.server.optimizers import check_optimizer
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.momentum import BARE
 from polytempo.sync.spec import Spec
 
@@ -93,37 +94,18 @@ class SpecBuilder:
 
     def check(self, here: bool, together: bool, among_workers: bool) -> None:
         """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
-        rule, name = self._spec.mode.rule, type(self._inner).__name__
-        if rule and type(self._inner) not in (torch.optim.SGD, AsuP):
-            raise UsageError(
-                f"{self._spec.text} brings its own rule; wrap SGD, whose lr and weight_decay it takes, not {name}"
-            )
-        if self._spec.corrections.adapts_momentum and not rule and "momentum" not in self._inner.param_groups[0]:
-            raise UsageError(
-                f"momentum=async needs an optimizer with a momentum to correct, got {name}; use SGD with momentum"
-            )
-        if self._spec.corrections.any and self._apply == "delta" and not self._spec.worker_momentum:
-            raise UsageError(f"{self._spec.text} corrects gradients on the servers; leave apply='delta' out")
-        if self._spec.local and not self._compression.pull.is_lossless:
-            raise UsageError(f"{self._spec.text} reads values whole; compress pushes alone: compression={{'push': ...}}")
-        if (rule or self._spec.local) and self._apply == "delta":
-            raise UsageError(f"{self._spec.text} needs the gradients on the servers; leave apply='delta' out")
-        if self._spec.local and self._spec.corrections.compensation:
-            raise UsageError(
-                f"{self._spec.text}: dc and dca need the weights a gradient was taken on, which local steps make here; leave"
-                " them out"
-            )
-        if self._spec.gossip is not None:
-            if self._compression.push.selects:
-                raise UsageError(
-                    f"{self._spec.text} sends whole models, which it can cast; use compression='bf16' or 'fp16', not "
-                    f"{self._compression.push.text}"
-                )
-            return
-        if together and here and not self._compression.is_lossless and (among_workers or self._spec.averaging is None):
-            raise UsageError(
-                "compression is for what goes to and from servers; use via='ps' and apply='server', or leave it out"
-            )
+        lossy = together and not self._compression.is_lossless
+        wanted = {
+            Feature.OTHER_OPTIMIZER: type(self._inner) not in (torch.optim.SGD, AsuP),
+            Feature.NO_MOMENTUM: "momentum" not in self._inner.param_groups[0],
+            Feature.DELTA: self._apply == "delta",
+            Feature.COMPRESSED_ANSWERS: not self._compression.pull.is_lossless,
+            Feature.OPTIMIZER: True,
+            Feature.SELECTION: self._compression.push.selects,
+            Feature.COMPRESSION_AMONG_WORKERS: lossy and among_workers,
+            Feature.COMPRESSED_CHANGES: lossy and here,
+        }
+        check_features(self._spec, wanted, optimizer=type(self._inner).__name__, compression=self._compression.push.text)
 
     def _start(self) -> str:
         """A digest of the wrapped optimizer's initial state: replicas that start from different states drift apart."""
@@ -147,8 +129,8 @@ class SpecBuilder:
         if special == "peers":  # each worker keeps its own, and all must begin alike
             name = type(self._inner).__name__ + self._start()
         elif on_server and tensors:
-            name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.mode.barrier)
-        filtered = (on_server or self._spec.gossip is not None) and not self._compression.is_lossless
+            name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.capabilities.rounds)
+        filtered = (on_server or self._spec.capabilities.neighbours) and not self._compression.is_lossless
         return OptimizerSpec(
             sync=self._spec.text,
             apply=special or self._apply,

@@ -137,7 +137,7 @@ class ServerReducer(Reducer):
         self.client: Client = session.client
         self._sync = parse_spec(spec.sync)
         delay = self._sync.ahead
-        device = device_of(session.devices, self.client, spec, params)
+        device = device_of(session.devices, self.client, self._sync, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server" and momentum is None
@@ -171,7 +171,7 @@ class ServerReducer(Reducer):
         self._mean_of = mean
         self._agreement: ServerReducer | None = None  # averages for `agree`, once that was called
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
-        one_place = self._sync.in_rounds or (session.size == 1 and not delay and self._sync.local is None)
+        one_place = self._sync.capabilities.common or (session.size == 1 and not delay and self._sync.local is None)
         self._carries = one_place and not spec.pull_filter
         self._initial_state = state
         self._register()
@@ -331,7 +331,7 @@ class ServerReducer(Reducer):
             return
         averages = self.spec.apply == "mean"
         self.client_state.deferred = True
-        if averages or self._sync.averaging is not None or self._sync.measured:  # the answer says what follows
+        if averages or self._sync.averaging is not None or self._sync.capabilities.by_speed:  # the answer says what follows
             self.take_answer()
         self._exchange.wait()
         if averages:
@@ -451,7 +451,9 @@ class ServerReducer(Reducer):
         self.copier.watch.touched = ""
         self.copier.watch.record()
         self.take_answer()
-        if not self._sync.in_rounds:  # the job's may be newer: of answers that came meanwhile, or were given before
+        if (
+            not self._sync.capabilities.common
+        ):  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 
     # What the servers hold.

@@ -88,7 +88,7 @@ def advice_table(advice: Advice, samples: float, title: str) -> TextTable:
             mode_name(one),
             plain_number(samples / one.samples_per_second) if one.samples_per_second else "-",
             f"{1 + gain_over(one, advice.base):.2f}",
-            price_of(parse_spec(one.sync), one.staleness_mean),
+            price_of(one),
         )
         for one in advice.ranked
     ]
@@ -98,10 +98,8 @@ def advice_table(advice: Advice, samples: float, title: str) -> TextTable:
 
 def run_options(outcome: Outcome, cluster: Cluster) -> dict[str, str | int]:
     """The options of `polytempo run`, and of `pt.launch`, that start the recommended job."""
-    spec = parse_spec(outcome.sync)
     options: dict[str, str | int] = {"n": cluster.workers, "sync": outcome.sync}
-    takes_time = bool(cluster.model_bytes) and spec.among_workers and spec.gossip is None
-    if takes_time:
+    if cluster.model_bytes and parse_spec(outcome.sync).capabilities.reduces:  # else there is one way only
         options["via"] = "ps" if outcome.via == "ps" else "allreduce"
     if outcome.via == "ps" and cluster.servers.shards > 1:
         options["servers"] = cluster.servers.shards

@@ -14,7 +14,6 @@ from statistics import fmean, stdev
 
 from polytempo.report.live import RepeatedRun
 from polytempo.report.table import Trained, mode_name, percent
-from polytempo.sync.spec import parse_spec
 
 #: A difference of this share is none.
 POINT = 0.01
@@ -46,7 +45,7 @@ def _variance(runs: Sequence[Looks]) -> float:
 def short_of_bsp(runs: Sequence[Trained], metric: str = "accuracy") -> str:
     """The modes that do not end at the accuracy of bsp, in a line; empty where there are none, or no bsp."""
     seen = [(run, looks) for run in runs if (looks := _looks_of(run))]
-    base = next((looks for run, looks in seen if parse_spec(run.outcome.sync).mode.name == "bsp"), None)
+    base = next((looks for run, looks in seen if run.outcome.sync == "bsp"), None)
     if base is None or not all(math.isfinite(looks[-1]) for looks in base):
         return ""
     short = [f"{mode_name(run.outcome)} ({_end(looks)} %)" for run, looks in seen if falls_short(looks, base)]

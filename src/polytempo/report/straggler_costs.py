@@ -21,10 +21,13 @@ from polytempo.records.stragglers import Straggler
 from polytempo.simulate.cluster import Cluster, Link
 from polytempo.simulate.durations import Trace
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.spec import COMPARED, Spec, parse_spec
+from polytempo.sync.capabilities import PushedWork
+from polytempo.sync.spec import Spec, compared, parse_spec
 
 #: Of the modes that advice compares, those that a trace of times alone can predict: no bytes are known.
-MODES = tuple(mode for mode in COMPARED if parse_spec(mode).averaging is None and mode not in ("bsp+backup:1", "dssp:3..15"))
+MODES = tuple(
+    mode for mode in compared() if not parse_spec(mode).capabilities.averages and mode not in ("bsp+backup:1", "dssp:3..15")
+)
 #: Simulated steps of a worker, and of all; a batch that shares can be cut from.
 STEPS, STEPS_IN_ALL, BATCH = 400, 40_000, 64
 #: Stalls beside another trouble are said from this share of the time on: behind it most of them do not show.
@@ -104,8 +107,8 @@ def _modes(spec: Spec, paces: JobPaces, before: float, refused: Collection[str])
             continue
         rate = _throughput(other, paces)
         if rate:
-            change = DEALT if other.measured and not spec.measured else ""
-            found.append(PredictedMode(sync, rate / before - 1, stale=not other.mode.barrier, change=change))
+            change = DEALT if other.capabilities.by_speed and not spec.capabilities.by_speed else ""
+            found.append(PredictedMode(sync, rate / before - 1, stale=not other.capabilities.rounds, change=change))
     return found
 
 
@@ -114,12 +117,11 @@ def _changes(one: Straggler, spec: Spec, paces: JobPaces, before: float) -> list
     if not before or len(paces.workers) < 2:
         return []
     barrier = parse_spec("bsp")
-    if one.cause == "uneven" and not spec.measured:
+    if one.cause == "uneven" and not spec.capabilities.by_speed:
         gain = _throughput(barrier, paces, one) / before - 1
         return [PredictedMode("bsp+balance", gain, stale=False, change="with cost= of the sampler")]
-    if one.cause == "network" and spec.averaging is None:
-        period = parse_spec(LOCAL).arguments[0]
-        gain = _throughput(barrier, paces, network=1 / period) / before - 1
+    if one.cause == "network" and not spec.capabilities.averages:
+        gain = _throughput(barrier, paces, network=1 / parse_spec(LOCAL).period) / before - 1
         return [PredictedMode(LOCAL, gain, stale=False, change="(models are averaged: may cost accuracy)")]
     return []
 
@@ -135,7 +137,7 @@ def _throughput(spec: Spec, paces: JobPaces, without: Straggler | None = None, n
     """
     count = len(paces.workers)
     steps = min(STEPS, max(STEPS_IN_ALL // count, 1))
-    local = spec.averaging is not None or spec.local is not None or spec.gossip is not None
+    local = spec.capabilities.work is PushedWork.LOCAL or spec.capabilities.neighbours
     times, links = {}, {}
     for rank, pace in enumerate(paces.workers):
         removed = _removed(pace, paces, without) if without is not None else {}

@@ -16,7 +16,8 @@ from polytempo.records.stragglers import Doubt, Straggler, Unsure, doubts_in, st
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
 from polytempo.report.summary import percentages
 from polytempo.report.table import TextTable
-from polytempo.simulate.advice import WORTH, WORTH_SECONDS, Caution, caution_of, choose
+from polytempo.simulate.advice import WORTH, WORTH_SECONDS, caution_of, choose
+from polytempo.sync.capabilities import Caution, PushedWork
 from polytempo.sync.spec import parse_spec
 from polytempo.units import plain_number
 
@@ -67,7 +68,7 @@ class StragglerReport:
 def straggler_report(figures: Iterable[StepFigures], sync: str, refused: Collection[str] = ()) -> StragglerReport:
     """Judge a job by what its steps took; `refused`: modes that it could not use, which are not named."""
     spec = parse_spec(sync)
-    paces = paces_of(figures, dealt=spec.measured, deadlines=spec.anytime is not None)
+    paces = paces_of(figures, dealt=spec.capabilities.by_speed, deadlines=spec.capabilities.work is PushedWork.DEADLINE)
     if paces is None:
         return StragglerReport(spec.text, None, ())
     costs = costs_of(stragglers_in(paces), paces, spec.text, refused)
@@ -125,7 +126,7 @@ def best_mode(cost: CostOfStraggler, sync: str) -> PredictedMode | None:
 
 
 def _is_fresh(sync: str) -> bool:
-    return caution_of(parse_spec(sync)) < Caution.STALE
+    return caution_of(sync) < Caution.STALE
 
 
 def found_in_words(one: Straggler) -> str:

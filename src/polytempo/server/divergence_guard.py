@@ -37,7 +37,8 @@ class DivergenceGuard:
         if found.finite:
             self._told = diverged(clock.version, found.loss, found.start, found.change, found.gradient, found.size)
             return [Diverged(self._told, circumstances.advice)]
-        on_values = not push.nonfinite or clock.spec.mode.averaging is not None or push.kind in ("value", "delta")
+        averages = clock.spec.capabilities.averages
+        on_values = not push.nonfinite or averages or push.kind in ("value", "delta")
         self._told = not_finite(push.id.worker, step, "model" if on_values else "gradient")
         return [Diverged(self._told, circumstances.advice_on_nonfinite)]
 
@@ -64,7 +65,8 @@ def circumstances_of(clock: OptimizerClock, push: Push, statistics: Sequence[Wor
     """How the optimizer of this push trains."""
     group: dict[str, Any] = push.hyper[0] if push.hyper else {}
     rate = group.get("local lr", group.get("lr"))
-    on_servers = clock.optimizer_spec.apply == "server" and clock.spec.averaging is None
+    averages = clock.spec.capabilities.averages
+    on_servers = clock.optimizer_spec.apply == "server" and not averages
     momentum = group.get("momentum") or (group.get("betas") or (0.0,))[0]
     pushes = sum(stats.pushes for stats in statistics)
     return Circumstances(
@@ -73,5 +75,5 @@ def circumstances_of(clock: OptimizerClock, push: Push, statistics: Sequence[Wor
         momentum=float(momentum) if on_servers and isinstance(momentum, int | float) else 0.0,
         movable=clock.spec.mode.keeps_momentum,
         staleness=sum(stats.staleness_sum for stats in statistics) / max(pushes, 1),
-        local=clock.spec.averaging is not None,
+        local=averages,
     )

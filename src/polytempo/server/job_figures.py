@@ -15,7 +15,7 @@ from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock
 from polytempo.server.sample_ledger import SampleLedger
 from polytempo.server.worker_statistics import WorkerStatistics, sum_up
-from polytempo.sync.spec import COMPARED
+from polytempo.sync.spec import compared
 
 
 class CheckpointContents:
@@ -127,7 +127,7 @@ class JobFigures:
         where no values are exchanged (one replica of a model in stages), or no model's (`KV`, which has no groups)."""
         first = self._clocks.get(MAIN)
         if first is None or not first.has_values or not first.optimizer_spec.groups:
-            return list(COMPARED)
+            return list(compared())
         return list(first.optimizer_spec.refused)
 
 

@@ -128,7 +128,7 @@ class OptimizerClock:
     def __post_init__(self) -> None:
         #: Is it the first of its workers, the main one or one beside it? Its steps are what these workers are seen to do.
         self.is_first = beside(self.name) == MAIN
-        self.made = StepsMade(self.first_step, self.spec.mode.barrier)
+        self.made = StepsMade(self.first_step, self.spec.capabilities.rounds)
 
     @property
     def is_main(self) -> bool:
@@ -160,7 +160,7 @@ class OptimizerClock:
         if number >= slot.loads:
             return True
         slot.loads = number
-        if push.kind == "values" and self.spec.in_rounds:
+        if push.kind == "values" and self.spec.capabilities.common:
             return False
         nth = slot.given[push.kind] = slot.given.get(push.kind, 0) + 1
         if (push.kind, nth) in self._loaded:
@@ -202,7 +202,7 @@ class OptimizerClock:
             version=self.version,
             parts=tuple(parts),
             rate=action.rate * factor,
-            barrier=self.spec.mode.barrier,
+            barrier=self.spec.capabilities.rounds,
             divisor=action.divisor,
         )
         if self.corrections.adapts_momentum:
@@ -323,7 +323,7 @@ def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSp
     if difference:
         return f"the models of workers {worker} (here) and {clock.first} (there) differ: {difference}"
     ours, theirs = hyper_of(optimizer_spec.groups), hyper_of(first.groups)
-    if clock.spec.mode.barrier and ours != theirs:
+    if clock.spec.capabilities.rounds and ours != theirs:
         here, there = dict(ours), dict(theirs)
         name = next(n for n in {**there, **here} if here.get(n, "not given") != there.get(n, "not given"))
         values = here.get(name, "not given"), there.get(name, "not given")

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec, parse_spec
 
 
@@ -35,16 +37,10 @@ class Holding:
     tables: tuple[TableInfo, ...] = ()
     companions: int = 0  #: the last of the tensors, which are no parameters
 
-    @property
+    @cached_property
     def spec(self) -> Spec:
         """The mode."""
         return parse_spec(self.sync)
-
-    @property
-    def fragments(self) -> int:
-        """Parts in which the model is averaged."""
-        averaging = self.spec.averaging
-        return averaging.fragments if averaging is not None else 1
 
     @property
     def at_workers(self) -> bool:
@@ -109,21 +105,16 @@ def companions_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(info.name for one in held for info in one.tensors[len(one.parameters) :])
 
 
-def check_modes(name: str, saved: str, wanted: str) -> None:
+def check_modes(name: str, before: Spec, after: Spec) -> None:
     """Refuse to go on under this mode from a checkpoint of that one, whatever the script makes.
 
     Raises: UsageError, with the mode to use."""
-    before, after = parse_spec(saved), parse_spec(wanted)
     for spec in (before, after):
-        if spec.gossip is not None:
-            raise UsageError(
-                f"{spec.text} keeps each worker's model at the worker, and no checkpoint holds it; leave --resume out"
-            )
-    parts = [1 if spec.averaging is None else spec.averaging.fragments for spec in (before, after)]
-    if parts[0] != parts[1]:
+        check_features(spec, Feature.RESUME)
+    if before.fragments != after.fragments:
         raise UsageError(
-            f"the checkpoint {name} is of {before.text}, which holds the model in {_parts(parts[0])}, and {after.text} "
-            f"takes it in {_parts(parts[1])}; resume with --sync {before.text}"
+            f"the checkpoint {name} is of {before.text}, which holds the model in {_parts(before.fragments)}, and "
+            f"{after.text} takes it in {_parts(after.fragments)}; resume with --sync {before.text}"
         )
 
 
@@ -135,7 +126,7 @@ def resumption(name: str, saved: Holding, wanted: Holding) -> Resumption:
     """What becomes of a checkpoint with this name.
 
     Raises: UsageError, in one line, where no job can go on from it."""
-    check_modes(name, saved.sync, wanted.sync)
+    check_modes(name, saved.spec, wanted.spec)
     if "peers" in (saved.apply, wanted.apply):
         who = f"the checkpoint {name} holds no values of it" if saved.apply == "peers" else "servers give it none"
         raise UsageError(f"an optimizer whose values are at the workers cannot be resumed: {who}; use via='ps'")

@@ -115,7 +115,7 @@ class PolicyRunner:
     def tally(self, clock: OptimizerClock, push: Push, sign: int = 1) -> None:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
-            self._budget.count(push, sign, clock.spec.measured)
+            self._budget.count(push, sign, clock.spec.capabilities.by_speed)
             if sign > 0:
                 self._ledger.counted(push)
         clock.made.count(push.id.worker, sign * push.count)
@@ -387,9 +387,9 @@ class Sequencer:
         worker = push.id.worker
         hyper = clock.hyper((*push.hyper, *push.rules) if push.rules else push.hyper)
         event = Pushed(worker, push.id.step, push.samples, hyper, loss=push.loss, lr=push.lr)
-        if clock.spec.mode.averaging is not None or clock.spec.measured:
+        if clock.spec.mode.averaging is not None or clock.spec.capabilities.by_speed:
             event.count = push.count
-        if clock.spec.measured:
+        if clock.spec.capabilities.by_speed:
             event.work, event.computed, event.drawn = push.work, push.computed, push.drawn
         figures = push_figures(push, slot.waited) if self.plan.recorded else None
         clock.count(event, push)
@@ -443,7 +443,9 @@ class Sequencer:
             return []
         self._saved_at = slowest
         told = {worker for other in self.clocks.values() if other.is_first for worker in other.slots}
-        in_rounds = clock.spec.mode.barrier or clock.spec.averaging is not None  # there all are told with their last push
+        in_rounds = (
+            clock.spec.capabilities.rounds or clock.spec.averaging is not None
+        )  # there all are told with their last push
         due = {} if in_rounds else {worker: pushed - 1 for worker, pushed in clock.policy.progress.pushed.items()}
         effect = replace(self.checkpoints.at(slowest, pushes), told=tuple(sorted(told)), due=due)
         for other in self.clocks.values():
@@ -511,7 +513,7 @@ class Sequencer:
 def left_behind(clock: OptimizerClock, plan: JobPlan) -> list[Effect]:
     """Tell the user, once, of workers that have no more data while others go on; in modes that deal batches out by speed,
     and where no worker waits for another, that is as it should be."""
-    if not clock.spec.in_rounds or clock.spec.measured or not clock.is_first:
+    if not clock.spec.capabilities.common or clock.spec.capabilities.by_speed or not clock.is_first:
         return []
     said = clock.early_ends.left_behind(plan.first_step, clock.slots)
     return [Tell(said)] if said else []

@@ -186,7 +186,7 @@ class Shard:
         spec = parse_spec(optimizer_spec.sync)
         self.staleness_correction = StalenessCorrection(spec.corrections)
         self.in_place_changes = InPlaceChanges()
-        self._in_rounds, self._ahead = spec.in_rounds, spec.ahead
+        self._in_rounds, self._ahead = spec.capabilities.common, spec.ahead
         self._has_deadlines = spec.anytime is not None
         self._push_filter = parse_chain(optimizer_spec.push_filter)
         self.divergence = DivergenceWatch(

@@ -52,7 +52,8 @@ from polytempo.session.lone_training import LoneTraining
 from polytempo.session.metrics import plain_figures
 from polytempo.session.round_clock import RoundClock
 from polytempo.session.strategy_scope import StrategyScope
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.compatibility import Feature, check_features
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
@@ -462,10 +463,10 @@ def init(
     limit = seconds_of(TIMEOUT if timeout is None else timeout)
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
-        parse_spec(sync or "bsp")
+        spec = parse_spec(sync or "bsp")
         if host_timeout is not None and not host_timeout >= 1:
             raise UsageError(f"expected host_timeout of at least 1 second, got {host_timeout:g}")
-        _session = _without_servers(sync or "bsp", way_of(address, key_file), min_workers, host_timeout, limit)
+        _session = _without_servers(spec, way_of(address, key_file), min_workers, host_timeout, limit)
     else:
         facts, own_rank = found
         _session = open_session(facts, own_rank if rank is None else rank, timeout=limit)
@@ -520,14 +521,12 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float | None, timeout: float | None) -> Session:
+def _without_servers(spec: Spec, way: Way, least: int | None, host_timeout: float | None, timeout: float | None) -> Session:
     """A job of one, or of the ranks that another launcher started."""
     placement = placement_of_environment()
     if placement is None or placement.size == 1:
-        return Session(None, JobFacts(1, (), sync), 0)
-    if not parse_spec(sync).in_rounds:
-        missing = "servers" if parse_spec(sync).gossip is None and parse_spec(sync).anytime is None else "a sequencer"
-        raise UsageError(f"sync={sync!r} needs {missing}, which {placement.launcher} does not start; use polytempo run")
+        return Session(None, JobFacts(1, (), spec.text), 0)
+    check_features(spec, Feature.OTHER_LAUNCHER, launcher=placement.launcher)
     here = placement.local_size == placement.size
     way = way if way.address or here else replace(way, address=placement.address)
     if not here and not way.address:
@@ -536,9 +535,8 @@ def _without_servers(sync: str, way: Way, least: int | None, host_timeout: float
             "call init(address='HOST:PORT', key_file=...) with a port on the host of rank 0"
         )
     first = placement.rank - placement.local_rank
-    facts = JobFacts(
-        placement.size, (), sync, 0, first, placement.local_size, via="allreduce", meeting=placement.name if here else ""
-    )
+    meeting = placement.name if here else ""
+    facts = JobFacts(placement.size, (), spec.text, 0, first, placement.local_size, via="allreduce", meeting=meeting)
     facts = facts if host_timeout is None else replace(facts, host_timeout=host_timeout)
     session = Session(None, facts, placement.rank)
     session.life = _lives

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from statistics import fmean, median
 
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective_cost import all_reduce_seconds, best_all_reduce
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.worker import Worker
-from polytempo.sync.spec import COMPARED, Spec, parse_spec
+from polytempo.sync.capabilities import Caution
+from polytempo.sync.spec import compared, parse_spec
 from polytempo.units import plain_number
 
 #: A mode is recommended from this gain in throughput on, and this number of seconds: less is not worth a change.
@@ -37,43 +37,20 @@ UNEQUAL, STALLED = 1.1, 0.05
 SLOW_LINK = 0.1
 
 
-class Caution(IntEnum):
-    """What a mode may cost beside time, the least first."""
-
-    EXACT = 0
-    FRESH = 1
-    LOCAL = 2
-    STALE = 3
-
-
 #: The throughput that a mode must have, over that of the more cautious one it would replace; and where that one has local
 #: steps already, but fewer.
 _MARGIN = {Caution.EXACT: 1 + WORTH, Caution.FRESH: 1.1, Caution.LOCAL: 1.25, Caution.STALE: float("inf")}
 _MORE_LOCAL_STEPS = 1.5
 
 
-def caution_of(spec: Spec) -> Caution:
+def caution_of(sync: str) -> Caution:
     """Where a mode stands in the order of caution."""
-    if spec.averaging is not None:
-        return Caution.LOCAL if spec.averaging.waits else Caution.STALE
-    if not spec.mode.barrier or spec.gossip is not None:
-        return Caution.STALE
-    exact = spec.mode.name in ("bsp", "bsp+balance")
-    return Caution.EXACT if exact else Caution.FRESH
+    return parse_spec(sync).capabilities.caution
 
 
-def price_of(spec: Spec, staleness: float = 0.0) -> str:
-    """What a mode may cost beside time, in a few words."""
-    caution = caution_of(spec)
-    if caution is Caution.EXACT:
-        return "exact: the update of bsp"
-    if caution is Caution.FRESH:
-        return "no stale gradient; batches vary" if spec.anytime is not None else "no stale gradient; late work is lost"
-    if caution is Caution.LOCAL:
-        return "local steps may cost accuracy"
-    if spec.gossip is not None:
-        return "models differ: may cost accuracy"
-    return f"stale by {staleness:.1f}: may cost accuracy"
+def price_of(outcome: Outcome) -> str:
+    """What the mode of a run may cost beside time, in a few words."""
+    return parse_spec(outcome.sync).price(outcome.staleness_mean)
 
 
 @dataclass(frozen=True)
@@ -131,7 +108,7 @@ def default_modes(cluster: Cluster, seed: int = 0) -> tuple[str, ...]:
         "diloco:100": found.slow_links,
         "dssp:3..15": found.unequal or found.stalls,
     }
-    return tuple(mode for mode in COMPARED if worth.get(mode, True))
+    return tuple(mode for mode in compared() if worth.get(mode, True))
 
 
 @dataclass(frozen=True)
@@ -149,11 +126,11 @@ class Advice:
 
     def because(self) -> str:
         """The reason, in a clause or two."""
-        spec, base = parse_spec(self.best.sync), self.base
+        base = self.base
         if self.best is not base:
             share = base.samples_per_second / self.best.samples_per_second
             times = f"it takes {100 * share:.0f} % of the time of {base.sync} for the same samples"
-            return f"{times}; {price_of(spec, self.best.staleness_mean)}"
+            return f"{times}; {price_of(self.best)}"
         others = [one for one in self.ranked if one.sync != base.sync]
         safe = [one for one in others if _may_be_chosen(one)]
         if not others:
@@ -162,7 +139,7 @@ class Advice:
             return f"nothing here gains without stale gradients ({_beside(others[0], base)})"
         if gain_over(safe[0], base) < WORTH:
             return f"no mode without stale gradients is {100 * WORTH:.0f} % faster ({_beside(safe[0], base)})"
-        return f"{_beside(safe[0], base)}: not worth that {price_of(parse_spec(safe[0].sync))}"
+        return f"{_beside(safe[0], base)}: not worth that {price_of(safe[0])}"
 
     def beside(self) -> str:
         """Of the others that are not stale the fastest, where it is about as fast, or faster and passed over; else empty."""
@@ -173,7 +150,7 @@ class Advice:
             return f"{rest[0].sync} is within {100 * WORTH:.0f} % of it"
         if gain_over(rest[0], self.best) < 0:
             return ""
-        return f"{_beside(rest[0], self.best)}, but {price_of(parse_spec(rest[0].sync))}"
+        return f"{_beside(rest[0], self.best)}, but {price_of(rest[0])}"
 
 
 def _beside(one: Outcome, base: Outcome) -> str:
@@ -182,7 +159,7 @@ def _beside(one: Outcome, base: Outcome) -> str:
 
 
 def _may_be_chosen(one: Outcome) -> bool:
-    return caution_of(parse_spec(one.sync)) < Caution.STALE
+    return caution_of(one.sync) < Caution.STALE
 
 
 def gain_over(one: Outcome, base: Outcome) -> float:
@@ -193,10 +170,8 @@ def gain_over(one: Outcome, base: Outcome) -> float:
 def choose(rates: Mapping[str, float]) -> str:
     """Choose a mode by throughput: from the most cautious on, each next one that is worth it. Of modes that all have stale
     gradients the fastest."""
-    cautions = {sync: caution_of(parse_spec(sync)) for sync in rates}
-    by_caution = sorted(
-        rates, key=lambda sync: (cautions[sync], COMPARED.index(sync) if sync in COMPARED else len(COMPARED))
-    )
+    cautions, order = {sync: caution_of(sync) for sync in rates}, compared()
+    by_caution = sorted(rates, key=lambda sync: (cautions[sync], order.index(sync) if sync in order else len(order)))
     chosen = by_caution[0]
     if cautions[chosen] is Caution.STALE:
         return max(by_caution, key=lambda sync: rates[sync])
@@ -212,6 +187,6 @@ def advise(outcomes: Sequence[Outcome]) -> Advice:
     fastest: dict[str, Outcome] = {}
     for one in sorted(outcomes, key=lambda one: -one.samples_per_second):
         fastest.setdefault(one.sync, one)
-    base = min(fastest, key=lambda sync: (caution_of(parse_spec(sync)), sync != "bsp"))
+    base = min(fastest, key=lambda sync: (caution_of(sync), sync != "bsp"))
     best = choose({sync: one.samples_per_second for sync, one in fastest.items()})
     return Advice(fastest[best], fastest[base], tuple(fastest.values()))

@@ -20,6 +20,7 @@ from polytempo.simulate.links import make_route
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
 from polytempo.simulate.trainer import Trainer
 from polytempo.summation import in_order
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec, parse_spec
 
 #: How gradients may travel in a simulation.
@@ -91,17 +92,14 @@ def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:
     """The way gradients travel: "ps" or the name of an all-reduce; what the mode cannot use is refused."""
     if via not in VIAS:
         raise UsageError(f"unknown way {via!r}; known: {', '.join(VIAS)}{nearest(via, VIAS)}")
-    if spec.gossip is not None or via == "peers":
-        if spec.gossip is None or via not in ("auto", "peers"):
-            other = "peers: its values go from worker to worker" if spec.gossip else "ps, or gossip:ring with peers"
-            raise UsageError(f"{spec.text} cannot go by {via!r}; use {other}")
+    by_peers, can = via == "peers", spec.capabilities
+    wanted = {Feature.SIMULATED_PEERS: by_peers, Feature.SIMULATED_NO_PEERS: via not in ("auto", "peers")}
+    check_features(spec, wanted, via=via)
+    if can.neighbours:
         return "peers"
     if via == "auto":
-        via = "ps" if spec.averaging is None or not spec.mode.all_reduce else "allreduce"
-    if via == "ps":
-        return "ps"
-    if not (spec.mode.barrier and spec.mode.all_reduce):
-        raise UsageError(f"{spec.text} needs a parameter server, got {via!r}; use ps, or bsp with {via}")
+        via = "allreduce" if can.averages and can.reduces else "ps"
+    check_features(spec, {Feature.SIMULATED_ALLREDUCE: via != "ps"}, via=via)
     return best_all_reduce(cluster) if via == "allreduce" else via
 
 

@@ -145,7 +145,7 @@ def trainer_of(spec: Spec) -> type[VirtualTrainer] | type[VirtualBlockTrainer] |
         return VirtualGossipTrainer
     if spec.averaging is not None:
         return VirtualBlockTrainer
-    if spec.measured:
+    if spec.capabilities.by_speed:
         return VirtualDealtTrainer
     return VirtualTrainer if spec.local is None else VirtualLocalTrainer
 

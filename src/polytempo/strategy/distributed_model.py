@@ -179,10 +179,10 @@ class DistributedModel:
             self._groups.job.barrier().wait()
             self._state.load(state)
             self.pipeline.stage.reset_versions()
-            if self.optimizer.spec.mode.barrier or self.point.data == 0:
+            if self.optimizer.spec.capabilities.rounds or self.point.data == 0:
                 self.optimizer.push_parameters()
             self._groups.job.barrier().wait()
-            if not self.optimizer.spec.mode.barrier:
+            if not self.optimizer.spec.capabilities.rounds:
                 self.optimizer.consolidate()
                 self._groups.job.barrier().wait()
 

@@ -34,7 +34,7 @@ from polytempo.strategy.parallel_plan import axes
 from polytempo.strategy.soundness import check_pair, check_tied
 from polytempo.strategy.state import SpreadState, UnsplitModel, exchanged
 from polytempo.strategy.strategy import Strategy
-from polytempo.sync.spec import COMPARED, refused_of
+from polytempo.sync.spec import refused_of
 from polytempo.tensor_parallel.cross_entropy import parallel_loss
 from polytempo.tensor_parallel.group import RankTensorGroup
 from polytempo.tensor_parallel.plan import TensorPlan, find_plan, parallelize
@@ -213,7 +213,7 @@ class _StageMaker:
         """The optimizer of this rank's part, whose steps are taken together with those of the other replicas."""
         main = self.point.pipe == self.mesh.pipe - 1 and self.point.tensor == 0
         split = self.mesh.pipe, self.mesh.tensor
-        refused = refused_of(COMPARED, lambda spec: check_pair(spec.text, *split, self.strategy.schedule))
+        refused = refused_of(lambda spec: check_pair(spec.text, *split, self.strategy.schedule))
         ranks = ReplicaRanks(self.mesh.data_group(self.session.rank), main, refused)
         way: dict[str, Any] = {"sync": self.strategy.sync, "via": self.strategy.via}
         if self.part is not None and any(buffer.is_floating_point() for buffer in self.part.buffers()):

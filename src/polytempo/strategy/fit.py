@@ -35,7 +35,7 @@ from polytempo.strategy.fit_progress import FitProgress
 from polytempo.strategy.sample_source import Batch, Part, SampleSource
 from polytempo.strategy.strategy import Strategy
 from polytempo.summation import in_order
-from polytempo.sync.balance import BALANCE
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import parse_spec
 from polytempo.train.communication import all_reduce, barrier
 
@@ -138,12 +138,7 @@ def fit(
         raise UsageError("resume=True needs checkpoint=, the folder in which the checkpoints are")
     if not chosen.automatic:
         _check_batch(source.batch_size, chosen.mesh(size()).data, chosen.microbatches or chosen.pipe)
-    sync = parse_spec(chosen.sync or current().job.sync)
-    if sync.mode is BALANCE:
-        raise UsageError(
-            f"fit() takes batches of one size, and {sync.text} shares them by speed; use sync=bsp, or prepare() and a loop "
-            "of your own"
-        )
+    check_features(parse_spec(chosen.sync) if chosen.sync else current().job.spec, Feature.FIT)
     if resume and checkpoint is not None:
         _load_values(model, Path(checkpoint))
     in_place = not (chosen.automatic or chosen.is_split)

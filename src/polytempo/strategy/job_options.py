@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from polytempo.errors import UsageError, counted
 from polytempo.strategy.soundness import check_pair
 from polytempo.strategy.strategy import Strategy
-from polytempo.sync.spec import COMPARED, refused_of
+from polytempo.sync.spec import refused_of
 
 #: Workers where neither -n nor a strategy says how many.
 DEFAULT_WORKERS = 2
@@ -41,7 +41,7 @@ class JobOptions:
         if not strategy.automatic:
             self._check_split(strategy, workers + self.expect)
         least = workers + self.expect if strategy.is_split else self.min_workers
-        refused = refused_of(COMPARED, lambda spec: self._resolved(declared, workers, spec.text))
+        refused = refused_of(lambda spec: self._resolved(declared, workers, spec.text))
         spread = {"strategy": str(strategy), "replica": strategy.each, "refused": refused}
         return {"workers": workers, "sync": sync, "via": via, "min_workers": least, **spread}
 

@@ -34,7 +34,6 @@ from polytempo.pipeline.stage import Stage, drawing_apart
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.session.session import Session
 from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction
-from polytempo.sync.spec import parse_spec
 from polytempo.train.optimizer import DistributedOptimizer
 
 #: Bytes of the messages and reductions that are measured (gradients are large), and seconds that each may take.
@@ -73,7 +72,7 @@ def _measured(world: World, work: Callable[[], object], session: Session | None)
     cores = _cores(group, hosts)
     sizes = [size for size in range(2, world.size + 1) if world.size % size == 0]
     reductions = [one for size in sizes for one in _tensor_reductions(world, group, size)]
-    if session is not None and parse_spec(session.job.sync).in_rounds:
+    if session is not None and session.job.spec.capabilities.common:
         reductions += [one for size in sizes for one in _data_reductions(session, group, size)]
     return Machine(
         hosts=hosts,

@@ -30,12 +30,9 @@ class DataExchange:
 def data_exchange(sync: str, via: str | None = None) -> DataExchange:
     """The exchange of a synchronisation mode; `via="ps"`: over servers also where the mode needs none."""
     spec = parse_spec(sync)
-    averaging, servers = spec.averaging, via == "ps" or not spec.in_rounds
-    if averaging is not None:
-        return DataExchange(servers, averaging.waits, max(1, averaging.period), values=True)
-    if spec.local is not None:
-        return DataExchange(servers, barrier=False, period=max(1, spec.local.push))
-    return DataExchange(servers, barrier=spec.mode.barrier)
+    can = spec.capabilities
+    barrier = can.waits if can.averages else can.rounds
+    return DataExchange(via == "ps" or not can.common, barrier, spec.period, values=can.averages)
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ from collections.abc import Collection, Mapping
 from polytempo.options import fraction, positive_number, switch, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
 from polytempo.sync.blocks import Averaging, machine_of_blocks
+from polytempo.sync.capabilities import Unsound
 from polytempo.sync.events import Pushed
-from polytempo.sync.local_sgd import MEAN_OPTIONS, mean_of_models
+from polytempo.sync.local_sgd import BLOCKS, MEAN_OPTIONS, mean_of_models
 from polytempo.sync.mode import Mode
 
 #: Seconds of an interval, as in the paper.
@@ -133,7 +134,8 @@ ADACOMM = Mode(
         "hold": switch(),
         **MEAN_OPTIONS,
     },
-    barrier=True,
     machine=machine_of_blocks(_averaging),
+    capabilities=BLOCKS,
+    split=Unsound("each stage would choose a period of its own from what it measures", ("local:8",)),
     averaging=_averaging,
 )

@@ -34,9 +34,10 @@ from collections.abc import Iterable
 
 from polytempo.options import choice, whole_number
 from polytempo.sync.actions import Action, Admit, Apply, Hold, Release
+from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
-from polytempo.sync.gossip import GossipSpec
+from polytempo.sync.gossip import MODELS_DIFFER, GossipSpec
 from polytempo.sync.machine import (
     ADD_STEP,
     COMPUTE,
@@ -50,7 +51,6 @@ from polytempo.sync.machine import (
     Computed,
     GoHome,
     Leaving,
-    Order,
     Orders,
     Parted,
     Replied,
@@ -59,6 +59,7 @@ from polytempo.sync.machine import (
     StepHere,
     WorkerEvent,
     WorkerMachine,
+    WorkerOrder,
 )
 from polytempo.sync.mode import Mode
 from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
@@ -197,7 +198,7 @@ class PairMachine(WorkerMachine):
 
     def _released(self, release: Release) -> Orders:
         told = release.directive if isinstance(release.directive, NextMixing) else NextMixing()
-        orders: list[Order] = [] if self._started else [Begin(told.enters)]
+        orders: list[WorkerOrder] = [] if self._started else [Begin(told.enters)]
         if not told.enters and not self._has_model:
             self._has_model = True
             orders += [Begin()] if self._started else []
@@ -209,7 +210,7 @@ class PairMachine(WorkerMachine):
             return NO_ORDERS
         if self.done:
             return FINISHED
-        asks: tuple[Order, ...] = ()
+        asks: tuple[WorkerOrder, ...] = ()
         if row is not None:
             partner = row.send[0][0]
             self._pair.begin(self.step, partner)
@@ -244,4 +245,7 @@ ADPSGD = Mode(
     options={"seed": whole_number("seed", at_least=0, example="7")},
     machine=lambda worker, last, topology, **_: PairMachine(worker, last),
     gossip=lambda topology, seed=0: GossipSpec(topology, asynchronous=True),
+    capabilities=Capabilities(Pushes.NOTHING),
+    split=Unsound("stages would choose partners apart, and mix parts of different models", ("local:8",)),
+    price=MODELS_DIFFER,
 )

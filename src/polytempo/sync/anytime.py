@@ -41,6 +41,7 @@ from polytempo.options import ArgumentReader, choice, positive_number, whole_num
 from polytempo.summation import in_order
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.barrier import Barrier, RoundRule
+from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
@@ -306,6 +307,8 @@ ANYTIME = Mode(
         "late": choice("late", ("drop", "keep")),
         "divide": choice("divide", ("expected", "actual")),
     },
-    barrier=True,
     machine=lambda worker, last, seconds=None, micro=MICRO, late="drop", **_: DeadlineMachine(micro, late == "keep", last),
+    capabilities=Capabilities(update=MadeOf.ROUND, work=PushedWork.DEADLINE, waits=False),
+    split=Unsound("stages would end a round after different micro-batches", ("bsp",)),
+    price="no stale gradient; batches vary",
 )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from polytempo.options import ArgumentReader, fraction, number, positive_number, whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Unbounded
+from polytempo.sync.capabilities import Unsound
 from polytempo.sync.mode import SCALE, Mode, Scale
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import Bound
@@ -52,6 +53,7 @@ ASUP = Mode(
     _build,
     options={"bound": whole_number("bound", at_least=0, example="3"), **SCALE},
     rule="AsuP",
+    split=Unsound("each stage would choose momentum and rate by the staleness that it sees itself", ("asp",)),
     rule_options={
         "momentum": ArgumentReader(f"{_FRACTION.expected}, async, or async:NUMBER", _read_momentum, "0.9"),
         "rho": fraction("rho"),

@@ -136,4 +136,5 @@ ASP = Mode(
     lambda workers, scale=None: AsynchronousPolicy(workers, Unbounded(), scale),
     options=SCALE,
     keeps_momentum=True,
+    split=None,
 )

@@ -29,6 +29,7 @@ from collections.abc import Collection
 from polytempo.options import number, whole_number
 from polytempo.sync.actions import Release
 from polytempo.sync.barrier import Barrier, RoundRule
+from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import GO, Compute, Orders, StepMachine, WorkerEvent
@@ -119,6 +120,7 @@ BALANCE = Mode(
         "micro": whole_number("micro", at_least=1, example="8"),
         "most": number("a number most of at least 1", lambda most: most >= 1),
     },
-    barrier=True,
     machine=lambda worker, last, micro=0, **_: ShareMachine(micro, last),
+    capabilities=Capabilities(update=MadeOf.ALL, work=PushedWork.SHARE),
+    split=Unsound("each stage would measure a speed of its own, and cut the joint batch differently", ("bsp",)),
 )

@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.capabilities import Capabilities, MadeOf, Unsound
 from polytempo.sync.directives import Directive, NextBlock, NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
@@ -296,7 +297,14 @@ class Barrier(Policy):
         return ""
 
 
-BSP = Mode("bsp", "bsp", "barrier each step, mean over workers", lambda workers: Barrier(workers), barrier=True)
+BSP = Mode(
+    "bsp",
+    "bsp",
+    "barrier each step, mean over workers",
+    lambda workers: Barrier(workers),
+    capabilities=Capabilities(update=MadeOf.ALL),
+    split=None,
+)
 
 BACKUP = Mode(
     "bsp+backup",
@@ -304,6 +312,7 @@ BACKUP = Mode(
     "barrier over all but B workers, the late ones' pushes discarded",
     lambda workers, backups: Barrier(workers, backups),
     argument=whole_number("B", at_least=1),
-    barrier=True,
-    all_reduce=False,
+    capabilities=Capabilities(update=MadeOf.ROUND),
+    split=Unsound("stages could leave out different replicas from a round", ("bsp", "ssp:1")),
+    price="no stale gradient; late work is lost",
 )

@@ -30,13 +30,13 @@ from polytempo.sync.machine import (
     GoHome,
     Install,
     Leaving,
-    Order,
     Orders,
     SendPush,
     StartsAt,
     StepHere,
     WorkerEvent,
     WorkerMachine,
+    WorkerOrder,
 )
 
 
@@ -128,9 +128,9 @@ class BlockMachine(WorkerMachine):
         turns = range(first, first + count if last else first + 1)
         return (StepHere(self.step - 1), *self._sends([(turn + 1) % count for turn in turns]), ASK_AGAIN)
 
-    def _sends(self, numbers: list[int]) -> list[Order]:
+    def _sends(self, numbers: list[int]) -> list[WorkerOrder]:
         """Of these fragments, those that have something to send, and the answer to the push before."""
-        orders: list[Order] = []
+        orders: list[WorkerOrder] = []
         for number in numbers:
             part = self._parts[number]
             if part.made < self.made and part.next <= part.allowed:
@@ -157,8 +157,8 @@ class BlockMachine(WorkerMachine):
         overlap = self.since >= self._overlap
         return any(not part.started or (overlap and part.next > part.allowed) for part in self._parts)
 
-    def _takes(self) -> list[Order]:
-        takes: list[Order] = []
+    def _takes(self) -> list[WorkerOrder]:
+        takes: list[WorkerOrder] = []
         if self._takes_early or self.done or self.since >= self._overlap:
             for number, part in enumerate(self._parts):
                 if part.ready:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Hold, Release
+from polytempo.sync.capabilities import Capabilities
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
@@ -53,4 +54,6 @@ DELAY = Mode(
     argument=whole_number("T", at_least=0),
     options=SCALE,
     keeps_momentum=True,
+    capabilities=lambda delay, **options: Capabilities(waits=delay == 0),
+    split=None,
 )

@@ -19,14 +19,17 @@ blends the local values with the global ones. The mean is weighted by samples.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import fraction, positive_number, whole_number
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.blocks import Averaging, machine_of_blocks
+from polytempo.sync.capabilities import MadeOf, Unsound
 from polytempo.sync.decoupled_diloco import AUTO, OPTIONS, DecoupledDiloco, decoupled
-from polytempo.sync.local_sgd import FixedPeriod
+from polytempo.sync.local_sgd import BLOCKS, FixedPeriod
 from polytempo.sync.mode import Mode
 
 
@@ -78,8 +81,9 @@ DECOUPLED = Mode(
     _decoupled_policy,
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
-    all_reduce=False,
     machine=machine_of_blocks(_decoupled_averaging),
+    capabilities=lambda period, grace=AUTO, **options: replace(BLOCKS, update=MadeOf.EACH, waits=grace == math.inf),
+    split=Unsound("stages could leave out different replicas from a merge (quorum=)", ()),
     averaging=_decoupled_averaging,
 )
 
@@ -90,8 +94,9 @@ DILOCO = Mode(
     lambda workers, period, **options: Barrier(workers, rule=FixedPeriod(period)),
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
-    barrier=True,
     machine=machine_of_blocks(_averaging),
+    capabilities=BLOCKS,
+    split=None,
     averaging=_averaging,
     variants={"quorum": DECOUPLED},
 )

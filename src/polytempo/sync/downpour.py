@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from polytempo.options import positive_number, whole_number
 from polytempo.sync.actions import Action, Admit, Apply, Hold, Release
+from polytempo.sync.capabilities import Capabilities, PushedWork, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
     ASK_AGAIN,
@@ -46,13 +47,13 @@ from polytempo.sync.machine import (
     GoHome,
     Install,
     Leaving,
-    Order,
     Orders,
     RequestValues,
     SendPush,
     StepHere,
     WorkerEvent,
     WorkerMachine,
+    WorkerOrder,
 )
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
@@ -196,7 +197,7 @@ class DownpourMachine(WorkerMachine):
     def _go(self) -> Orders:
         if self.leaving or self.done or (self.step > self.allowed and not self._pending):
             return FINISHED if self.step * self._local.push >= self.last and self.step <= self.allowed else NO_ORDERS
-        orders: list[Order] = []
+        orders: list[WorkerOrder] = []
         if self._fetched:
             self._fetching = self._fetched = False
             orders.append(Install())
@@ -227,4 +228,9 @@ DOWNPOUR = Mode(
         "alpha": positive_number("alpha", "0.1"),
         **SCALE,
     },
+    capabilities=Capabilities(work=PushedWork.LOCAL, waits=False),
+    split=Unsound(
+        "a stage fetches and pushes on its own, so that stages would compute with different blocks of local steps",
+        ("local:8",),
+    ),
 )

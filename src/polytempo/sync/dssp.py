@@ -142,4 +142,5 @@ DSSP = Mode(
     argument=SPAN,
     options=SCALE,
     keeps_momentum=True,
+    split=None,
 )

@@ -75,4 +75,5 @@ DSSP_PAPER = Mode(
     argument=SPAN,
     options=SCALE,
     keeps_momentum=True,
+    split=None,
 )

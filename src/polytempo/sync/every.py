@@ -65,4 +65,5 @@ EVERY = Mode(
     argument=whole_number("K", at_least=1),
     options={"wait": positive_number("wait"), **SCALE},
     keeps_momentum=True,
+    split=None,
 )

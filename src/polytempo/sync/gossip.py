@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from polytempo.errors import SpecError
 from polytempo.options import choice, switch
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Hold, Release
+from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
@@ -54,13 +55,13 @@ from polytempo.sync.machine import (
     GoHome,
     Leaving,
     Mix,
-    Order,
     Orders,
     SendModel,
     SendPush,
     StepHere,
     WorkerEvent,
     WorkerMachine,
+    WorkerOrder,
 )
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
@@ -221,6 +222,9 @@ class GossipPolicy(Policy):
         return Hold(worker, step, named, len(awaited), f"worker {named[0]}, a neighbour, has not pushed step {step - 1}")
 
 
+#: What modes in which each worker has a model of its own may cost.
+MODELS_DIFFER = "models differ: may cost accuracy"
+
 #: The row of a worker without neighbours.
 ALONE = Mixing(1.0, (), ())
 
@@ -257,10 +261,10 @@ class GossipMachine(WorkerMachine):
             self.step = event.step
         return NO_ORDERS
 
-    def _mix(self, release: Release) -> list[Order]:
+    def _mix(self, release: Release) -> list[WorkerOrder]:
         """The release brings the row of the next step, and the end of the one before."""
         told = release.directive if isinstance(release.directive, NextMixing) else NextMixing()
-        orders: list[Order] = []
+        orders: list[WorkerOrder] = []
         if self._row is None:
             orders.append(Begin(told.enters))
         else:
@@ -298,4 +302,7 @@ GOSSIP = Mode(
     options={"overlap": switch(), "static": switch()},
     machine=lambda worker, last, topology, overlap=False, **_: GossipMachine(overlap, last),
     gossip=_spec,
+    capabilities=Capabilities(Pushes.NOTHING),
+    split=Unsound("stages would mix with the models of neighbours at different times", ("local:8",)),
+    price=MODELS_DIFFER,
 )

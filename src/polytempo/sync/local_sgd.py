@@ -25,6 +25,7 @@ from collections.abc import Collection
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
 from polytempo.sync.blocks import Averaging, machine_of_blocks
+from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Pushes
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 
@@ -59,6 +60,8 @@ def _read_after(text: str) -> int | str:
     return text if text == "decay" else int(whole_number("after", at_least=1).read(text))
 
 
+#: Of modes in which all workers average their models after a block.
+BLOCKS = Capabilities(Pushes.VALUES, MadeOf.ALL, PushedWork.LOCAL)
 #: What an average does to the optimizer state of each worker.
 STATE = {"state": choice("state", ("keep", "mean", "reset"))}
 #: Options of modes that average by a mean.
@@ -82,7 +85,8 @@ LOCAL = Mode(
     lambda workers, period, after=0, momentum=0.0, state=None: Barrier(workers, rule=FixedPeriod(period, after)),
     argument=whole_number("K", at_least=1),
     options={"after": ArgumentReader("a whole number of at least 1, or decay,", _read_after, "1000"), **MEAN_OPTIONS},
-    barrier=True,
+    capabilities=BLOCKS,
+    split=None,
     machine=machine_of_blocks(_averaging),
     averaging=_averaging,
 )

@@ -236,7 +236,7 @@ class GoHome:
     """Leave the job: all steps are made."""
 
 
-Order = (
+WorkerOrder = (
     Compute
     | StepHere
     | PushStep
@@ -255,7 +255,7 @@ Order = (
     | Settle
     | GoHome
 )
-Orders = Sequence[Order]
+Orders = Sequence[WorkerOrder]
 
 #: Orders and events that say the same each time: a simulation gives tens of millions of them.
 COMPUTE, SNAPSHOT, ADD_STEP, ABANDON = Compute(), Snapshot(), AddStep(), Abandon()

@@ -9,6 +9,7 @@ from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import ArgumentReader, positive_number, whole_number
+from polytempo.sync.capabilities import SINGLE_PUSHES, UNPROVED, Capabilities, Unsound
 from polytempo.sync.machine import WorkerMachine, a_push_each_step
 from polytempo.sync.policy import Policy
 
@@ -26,8 +27,10 @@ class Mode:
     build: Callable[..., Policy]
     argument: ArgumentReader | None = None
     options: Mapping[str, ArgumentReader] = field(default_factory=dict)
-    barrier: bool = False  #: applies rounds, not single pushes
-    all_reduce: bool = True  #: a barrier mode that needs no server
+    #: What it can do and needs, as a value or, where that depends on them, made of its argument and options.
+    capabilities: Capabilities | Callable[..., Capabilities] = SINGLE_PUSHES
+    split: Unsound | None = UNPROVED  #: why it does not go with a model that is split; None: it does
+    price: str = ""  #: what it may cost beside time, in words; empty: what all modes of its caution may
     rule: str = ""  #: the update rule that servers use instead of the given optimizer's
     rule_options: Mapping[str, ArgumentReader] = field(default_factory=dict)
     averaging: Callable[..., Any] | None = None  #: makes the `Averaging` of a mode whose workers average their models

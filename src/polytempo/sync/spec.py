@@ -6,8 +6,9 @@ The syntax is that of `polytempo/options.py`. Adding a mode means one new file a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from polytempo.errors import SpecError, UsageError
@@ -20,6 +21,7 @@ from polytempo.sync.asynchronous import ASP
 from polytempo.sync.balance import BALANCE
 from polytempo.sync.barrier import BACKUP, BSP
 from polytempo.sync.blocks import Averaging
+from polytempo.sync.capabilities import Capabilities, Caution
 from polytempo.sync.corrections import NOTHING, OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
 from polytempo.sync.diloco import DILOCO
@@ -59,7 +61,7 @@ MODES: dict[str, Mode] = {
 }
 
 #: The modes that advice compares, those first that change least about how a model learns (`simulate/advice.py`).
-COMPARED = (
+_COMPARED = (
     "bsp",
     "bsp+balance",
     "anytime:auto",
@@ -73,9 +75,18 @@ COMPARED = (
 
 
 def _corrections_of(mode: Mode) -> Mapping[str, ArgumentReader]:
-    if mode.barrier or mode.gossip:
+    if "scale" not in mode.options:  # no single pushes, which can be stale
         return {}
     return {**OPTIONS, **MOMENTUM} if mode.keeps_momentum else OPTIONS
+
+
+#: What modes may cost beside time; a mode can have words of its own.
+_PRICES = {
+    Caution.EXACT: "exact: the update of bsp",
+    Caution.FRESH: "no stale gradient",
+    Caution.LOCAL: "local steps may cost accuracy",
+    Caution.STALE: "stale by {:.1f}: may cost accuracy",
+}
 
 
 _SYNTAX = {
@@ -124,6 +135,16 @@ class Spec:
             last: How many (local) steps it makes at most.
         """
         return self.mode.machine(worker, last, *self.arguments, **self.options)
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        """What the mode can do and needs, with these options."""
+        declared = self.mode.capabilities
+        return declared if isinstance(declared, Capabilities) else declared(*self.arguments, **self.options)
+
+    def price(self, staleness: float = 0.0) -> str:
+        """What the mode may cost beside time, in a few words; `staleness`: the mean of its pushes."""
+        return self.mode.price or _PRICES[self.capabilities.caution].format(staleness)
 
     @property
     def corrections(self) -> Corrections:
@@ -223,6 +244,17 @@ class Spec:
         return {**DEFAULTS, **given} if self.mode.rule else {}
 
     @property
+    def period(self) -> int:
+        """Steps between two pushes, at first: the local steps of a block; else 1."""
+        averaging, local = self.averaging, self.local
+        return averaging.period if averaging is not None else local.push if local is not None else 1
+
+    @property
+    def fragments(self) -> int:
+        """The parts in which a model is averaged, one after another; else 1."""
+        return self.averaging.fragments if self.averaging is not None else 1
+
+    @property
     def local(self) -> LocalSteps | None:
         """The local steps between pushes, in modes that have them."""
         names = ("push", "fetch", "alpha")
@@ -240,25 +272,9 @@ class Spec:
         return None if self.mode.gossip is None else self.mode.gossip(*self.arguments, **self.options)
 
     @property
-    def in_rounds(self) -> bool:
-        """Do all workers hold the same values after each push, so that no server is needed to keep them?"""
-        averaging = self.averaging
-        return self.mode in (BSP, BALANCE) or (averaging is not None and not averaging.decoupled)
-
-    @property
-    def among_workers(self) -> bool:
-        """May values stay with the workers, which reduce among themselves?"""
-        return self.in_rounds or self.mode is ANYTIME
-
-    @property
-    def measured(self) -> bool:
-        """Does the mode follow the workers' speed, so that pushes must say what they were made of and in what time?"""
-        return self.mode in (BALANCE, ANYTIME)
-
-    @property
     def micro(self) -> int:
         """Micro-batches that each worker takes before it pushes, on average, in modes with whole micro-batches; else 0."""
-        return int(self.options.get("micro", 0)) if self.mode is BALANCE else self.anytime.micro if self.anytime else 0
+        return self.anytime.micro if self.anytime else int(self.options.get("micro", 0))
 
     @property
     def anytime(self) -> AnytimeSpec | None:
@@ -272,16 +288,35 @@ class Spec:
         return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
 
 
-def refused_of(modes: Iterable[str], check: Callable[[Spec], object]) -> tuple[str, ...]:
-    """Of these modes those that a job cannot use: for which its own `check` raises `UsageError`, as it does when the job is
-    started in such a mode."""
-    found = []
-    for mode in modes:
+def compared() -> tuple[str, ...]:
+    """The modes that advice compares, those first that change least about how a model learns."""
+    return _COMPARED
+
+
+def refused_of(check: Callable[[Spec], object], known: Collection[str] = ()) -> tuple[str, ...]:
+    """Of the modes that advice compares those that a job cannot use: those that are `known` to be refused, and those for
+    which its own `check` raises `UsageError`, as it does when the job is started in such a mode."""
+
+    def is_refused(mode: str) -> bool:
         try:
             check(parse_spec(mode))
         except UsageError:
-            found.append(mode)
-    return tuple(found)
+            return True
+        return False
+
+    return tuple(mode for mode in _COMPARED if mode in known or is_refused(mode))
+
+
+def every_mode() -> Iterator[Mode]:
+    """Each mode, and each of its variants."""
+    for mode in MODES.values():
+        yield mode
+        yield from mode.variants.values()
+
+
+def mode_examples() -> dict[str, str]:
+    """What `--sync` may be: an example of each mode, and its meaning."""
+    return {mode.example: mode.meaning for mode in MODES.values()}
 
 
 def parse_spec(text: str) -> Spec:

@@ -46,4 +46,5 @@ SSP = Mode(
     argument=whole_number("S", at_least=0),
     options=SCALE,
     keeps_momentum=True,
+    split=None,
 )

@@ -241,9 +241,6 @@ class DeadlineUpdate(StepUpdate):
         reducer.renew()
         self._rounds.look()
 
-    def push_values(self, reducer: Reducer) -> None:
-        raise UsageError("push_parameters() is not possible in anytime; change values before DistributedOptimizer()")
-
     def consolidate(self, reducer: Reducer) -> None:
         over = not self._ledger.in_pass or reducer.client_state.answer.stop
         with self._turn:

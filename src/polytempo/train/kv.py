@@ -33,6 +33,7 @@ from polytempo.protocol.messages import Push
 from polytempo.protocol.values import OptimizerSpec, PushId, TableInfo
 from polytempo.server.optimizer_state import dtype_name
 from polytempo.session.session import current
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import parse_spec
 from polytempo.tables.row_batches import RowPush, ascending, checked_ids, coalesce
 from polytempo.tables.row_optimizers import checked_hyper, rule
@@ -287,14 +288,10 @@ class KV:
 
     def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None) -> None:
         self._session = current()
-        self._spec = parse_spec(sync or self._session.job.sync)
+        self._spec = parse_spec(sync) if sync else self._session.job.spec
         if not arrays:
             raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")
-        corrections = self._spec.corrections
-        if self._spec.mode.rule or self._spec.local or corrections.compensation or corrections.adapts_momentum:
-            raise UsageError(
-                f"{self._spec.text} is for models, and arrays have rules of their own; use asp, ssp:3, delay:8, ..."
-            )
+        check_features(self._spec, Feature.KV)
         self._tables = {name: ArrayTable(name, array) for name, array in arrays.items()}
         self._handles = {name: ArrayHandle(self, number, table) for number, (name, table) in enumerate(self._tables.items())}
         self._client = self._session.client

@@ -215,11 +215,6 @@ class LocalStepUpdate(StepUpdate):
         self._start_turns()
 
     def push_values(self, reducer: Reducer) -> None:
-        if self._decoupled is not None:
-            raise UsageError(
-                "push_parameters() is not possible in decoupled DiLoCo: values are this worker's own at all times; change "
-                "them before DistributedOptimizer()"
-            )
         for fragment in self.fragments:
             fragment.carry()
 

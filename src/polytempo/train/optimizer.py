@@ -51,7 +51,8 @@ from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
-from polytempo.sync.balance import BALANCE
+from polytempo.sync.capabilities import PushedWork
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.train.adpsgd import PairUpdate
@@ -141,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._ready = True
         self._session = session = current()
         sync, via = in_scope(sync, via, group, session)
-        spec = parse_spec(sync or session.job.sync)
+        spec = parse_spec(sync) if sync else session.job.spec
         check_choices(apply, via, buffers, clip_norm, nonfinite)
         tables = ModelTables(model)
         self._params = [param for group in self.param_groups for param in group["params"]]
@@ -166,11 +167,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._syncing = True
         self._name = ranks.enter(session)
         first = beside(self._name) == MAIN
-        self._is_first = first and (session.together or spec.measured)  # its steps say where this rank is in its data
+        self._is_first = first and (
+            session.together or spec.capabilities.by_speed
+        )  # its steps say where this rank is in its data
         if together and self._name == MAIN and session.client is not None:  # whose job gets advice at its end
             self._specs.refused = arguments.refused()
         self._buffers: BufferMean | None = None
-        if averaged is not None and spec.averaging is None:  # else they travel with the values
+        if averaged is not None and not spec.capabilities.averages:  # else they travel with the values
             self._buffers = BufferMean(session, averaged, self._name, ranks.members)
         self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
         self._reducer: Reducer | None = None
@@ -194,9 +197,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments, change)
         if ranks.reports(self._name) and session.client is not None:
             self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
-        if spec.measured and self._is_first:
+        if spec.capabilities.by_speed and self._is_first:
             session.ledger.spec = spec
-        if spec.mode is BALANCE:
+        if spec.capabilities.work is PushedWork.SHARE:
             self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, self._is_first)
         self._keep_state(here or self._momentum is MomentumForm.GRADIENT)
         told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
@@ -238,6 +241,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._session,
             self._name,
             self._params,
+            self._spec,
             self._tables.dense,
             self._spec_of,
             self._take_initial_state,
@@ -385,7 +389,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _circumstances(self) -> Circumstances:
         """How this worker trains, where no server does."""
-        return Circumstances(self._spec.text, float(self.param_groups[0]["lr"]), local=self._spec.averaging is not None)
+        return Circumstances(self._spec.text, float(self.param_groups[0]["lr"]), local=self._spec.capabilities.averages)
 
     def _begin_step(self, reducer: Reducer) -> float:
         """Check the parameters; the seconds that this worker has computed."""
@@ -405,7 +409,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._input is None:
             return {}
         figures = self._input.take(self._session.computed, computed)
-        if self._spec.measured:  # there the sampler says what the work is
+        if self._spec.capabilities.by_speed:  # there the sampler says what the work is
             figures.pop("work", None)
         return figures
 
@@ -418,7 +422,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         ledger = self._session.ledger
         about = {"positions": ledger.trained(samples), "gradient_digest": digest}
         size = samples if samples is not None else ledger.counted
-        return about if self._spec.measured else {**about, "size": size}
+        return about if self._spec.capabilities.by_speed else {**about, "size": size}
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""
@@ -453,11 +457,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: The mode deals out batches by speed: it accumulates micro-batches by itself.
         """
-        if self._spec.measured:
-            raise UsageError(
-                f"no_sync() sums batches without their weights, and those of {self._spec.text} differ in size; leave it "
-                "out: with bsp+balance,micro=M and under anytime step() itself accumulates"
-            )
+        check_features(self._spec, Feature.NO_SYNC)
         self._set_syncing(False)
         try:
             yield
@@ -480,12 +480,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: The mode has no barrier.
         """
-        if self._spec.averaging is not None:
-            raise UsageError(f"synchronize() averages gradients, and {self._spec.text} averages values; clip before step()")
-        if self._spec.anytime is not None:
-            raise UsageError("synchronize() averages one batch of each worker, and anytime takes several; use clip_norm=")
-        if not self._spec.mode.barrier:
-            raise UsageError(f"synchronize() needs a barrier mode, this is {self._spec.text}; clip before step() instead")
+        check_features(self._spec, Feature.SYNCHRONIZE)
         dealt = self._update.samples() if isinstance(self._update, ShareUpdate) else 1.0
         weight = dealt if samples is None else weight_of(samples)
         if self._reducer is not None:
@@ -514,6 +509,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             UsageError: under `downpour` and with compressed answers; a parameter has another shape or dtype than before.
         """
         if self._reducer is not None:
+            check_features(self._spec, Feature.PUSH_PARAMETERS)
             with self._not_computing(), torch.no_grad():
                 self._update.push_values(self._reducer)
                 self._tables.check_unchanged()
@@ -648,8 +644,8 @@ def _make_update(
     if spec.local is not None:
         return DownpourUpdate(wrapped, reducer, spec.local)
     if apply == "delta":
-        return PushChange(wrapped, reducer, spec.mode.barrier, momentum)
-    return PushGradient(wrapped, reducer, spec.mode.barrier)
+        return PushChange(wrapped, reducer, spec.capabilities.rounds, momentum)
+    return PushGradient(wrapped, reducer, spec.capabilities.rounds)
 
 
 def _take_over(optimizer: DistributedOptimizer, params: Sequence[torch.Tensor], names: Sequence[str]) -> None:

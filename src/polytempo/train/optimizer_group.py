@@ -15,7 +15,7 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.protocol.optimizer_names import name_in_group
 from polytempo.records.lines import MAIN
 from polytempo.session.session import Session
-from polytempo.sync.balance import BALANCE
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec
 from polytempo.train.communication import Group
 from polytempo.train.step_clock import StepClock
@@ -74,16 +74,7 @@ def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: 
         )
     if group.ranks[-1] >= session.size:
         raise UsageError(f"expected a group of ranks 0 to {session.size - 1}, got ranks {ranks}")
-    if spec.gossip is not None:
-        raise UsageError(
-            f"{spec.text} mixes models between neighbours among all {session.size} ranks, and the group has ranks {ranks}; "
-            "leave group= out, or use sync='local:8'"
-        )
-    if spec.mode is BALANCE:
-        raise UsageError(
-            f"{spec.text} shares a data set among all {session.size} ranks, and the group has ranks {ranks}; leave group= "
-            "out, or use sync='bsp'"
-        )
+    check_features(spec, Feature.GROUP, size=session.size, ranks=ranks)
     if isinstance(group, ReplicaRanks):
         return OptimizerGroup(group.ranks, group.main, in_replica=True)
     return OptimizerGroup(group.ranks, main=0 in group.ranks)

@@ -328,7 +328,7 @@ class DistributedBatchSampler(EpochSampler):
     def __len__(self) -> int:
         """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
         spec = self._session.ledger.spec or parse_spec(self._session.job.sync)
-        if not spec.measured:
+        if not spec.capabilities.by_speed:
             return len(BatchSampler(range(self.each(self._length)), self.batch_size, self.drop_last))
         size, shape = self._session.size, self._shape(spec)
         return math.ceil(shape.units(self._length) / size) if spec.micro else len(shape.joint_batches(self._length, size))

@@ -31,8 +31,7 @@ from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.values import SavedObject
 from polytempo.records.lines import MAIN
 from polytempo.session.session import Session, current
-from polytempo.sync.barrier import BSP
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.capabilities import PushedWork
 from polytempo.train.safe_serialization import TensorList, decode, encode
 from polytempo.transport.channel import Bytes
 
@@ -168,7 +167,7 @@ class Registered:
         own, shared = self._recall(OWN).get(name), self._recall(NEWEST).get(name)
         if averaged and (own is None or self._size != self._session.size):
             own = self._recall(MEAN).get(name)
-        if parse_spec(self._session.job.sync).in_rounds and not per_rank:
+        if self._session.job.spec.capabilities.common and not per_rank:
             own = shared or own
         held = own if per_rank else own or shared
         if held is None:
@@ -189,10 +188,10 @@ class Registered:
 
     def _due(self, newest: int) -> int:
         """The push after which the state in the checkpoint should be. Without rounds each worker has made its own number."""
-        spec = parse_spec(self._session.job.sync)
-        if spec.mode is BSP:
+        can = self._session.job.spec.capabilities
+        if can.common and can.work is PushedWork.BATCH:  # every worker makes one push a step
             return self._step - 1
-        return newest if spec.mode.barrier or spec.averaging is not None else self._pushed
+        return newest if can.rounds or can.averages else self._pushed
 
     def mean(self, name: str) -> Any:
         """Of an object that is not registered here, the mean of what the checkpoint has of all workers; None where it has

@@ -16,8 +16,9 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import known_name
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
+from polytempo.sync.compatibility import Feature, check_features, conflict
 from polytempo.sync.momentum import RULES, MomentumForm, check_kept, check_spike, form_of, has_momentum
-from polytempo.sync.spec import COMPARED, Spec, refused_of
+from polytempo.sync.spec import Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
@@ -65,13 +66,14 @@ class OptimizerArguments:
         together = self.session.together and not ranks.is_alone
         way = chosen_way(self.via, self.compression, self.session, spec)
         among_workers = together and reduces_among_workers(spec, way, self.session, self.server_tables)
-        here = self.apply == "delta" or among_workers or spec.averaging is not None
+        here = self.apply == "delta" or among_workers or spec.capabilities.averages
         mirrored: list[SparseEmbeddingTable] = []
-        if self.model is not None and together and not here and spec.local is None:
+        rows_travel = together and not here and conflict(spec, Feature.SPARSE_EMBEDDING) is None
+        if self.model is not None and rows_travel:
             mirrored = sparse_embedding_tables(self.model, self.optimizer, self.params, self.groups)
         has_tables = self.server_tables or bool(mirrored)
         momentum, fallback = MomentumForm.NONE, ""
-        if together and not spec.mode.barrier:
+        if together and not spec.capabilities.rounds:
             workers = len(ranks.members) or self.session.size  # those that come later are among them
             spec, momentum, fallback = self._with_momentum(spec, workers, has_tables)
             here = here or momentum is MomentumForm.CHANGE
@@ -79,7 +81,8 @@ class OptimizerArguments:
         apply = "delta" if momentum is MomentumForm.CHANGE else self.apply
         specs = SpecBuilder(spec, apply, self.optimizer, self.compression, self.clip_norm, ranks.members, fallback)
         if together:
-            check_deadlines(spec, self.apply, self.buffers, among_workers)
+            on_servers = self.apply == "delta" and not among_workers
+            check_features(spec, {Feature.DELTA_ON_SERVERS: on_servers, Feature.MEAN_OF_BUFFERS: self.buffers == "mean"})
         specs.check(here, together, among_workers)
         if together:
             check_unique(self.params, self.names, on_servers=not among_workers)
@@ -120,7 +123,7 @@ class OptimizerArguments:
     def refused(self) -> tuple[str, ...]:
         """Of the modes that advice compares, those that these arguments refuse."""
         by_split = self.group.refused if isinstance(self.group, ReplicaRanks) else ()
-        return (*by_split, *refused_of([mode for mode in COMPARED if mode not in by_split], self.settled))
+        return refused_of(self.settled, by_split)
 
 
 def names_of(
@@ -187,29 +190,9 @@ def check_combination(
     """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
     if buffers == "mean" and model is None:
         raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-    if here and spec.mode.barrier and spec.averaging is None and type(optimizer) is torch.optim.LBFGS:
-        raise UsageError(
-            "LBFGS evaluates the loss a different number of times on each worker, so rounds cannot match; use sync='asp'"
-        )
-    if spec.micro and has_tables:
-        raise UsageError(
-            f"{spec.text} sums the gradients of micro-batches, which rows of tables are not; use sync='bsp+balance' with "
-            "pt.DistributedBatchSampler, or sync='bsp'"
-        )
+    check_features(spec, {Feature.LBFGS: here and type(optimizer) is torch.optim.LBFGS, Feature.ROWS: has_tables})
     if clip_norm is not None and has_tables:
         raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
-
-
-def check_deadlines(spec: Spec, apply: str, buffers: str, among_workers: bool) -> None:
-    """Refuse what does not go with rounds that have deadlines."""
-    if spec.anytime is None:
-        return
-    if apply == "delta" and not among_workers:
-        raise UsageError(
-            f"{spec.text} over servers has the servers run the optimizer; use apply='server', or via='allreduce'"
-        )
-    if buffers == "mean":
-        raise UsageError(f"buffers='mean' waits for all workers, and {spec.text} waits for none; leave it out")
 
 
 def weight_of(samples: Any, zero: bool = True) -> float:
@@ -232,37 +215,36 @@ def weight_of(samples: Any, zero: bool = True) -> float:
 
 def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:
     """Do gradients travel among workers, without servers? A way that the mode or the job does not have is refused."""
-    wanted = via or "auto"
-    if spec.gossip is not None:
-        return _reduces_with_neighbours(spec, wanted, session, server_tables)
-    if server_tables and spec.averaging is not None:
-        raise UsageError(f"rows of a ServerEmbedding are pushed in each step, and {spec.text} makes local steps; use bsp")
-    possible, servers = spec.among_workers and not server_tables, session.client is not None
-    if spec.anytime is not None and not servers:
-        raise UsageError(f"{spec.text} needs the sequencer of polytempo run, and this job has none; start it with that")
+    wanted, servers = via or "auto", session.client is not None
+    script = {
+        Feature.NO_SEQUENCER: not servers,
+        Feature.VIA_PS: wanted == "ps",
+        Feature.SERVER_EMBEDDING: server_tables,
+    }
+    check_features(spec, script)
+    if spec.capabilities.neighbours:
+        return True
     if server_tables and wanted == "allreduce":
         raise UsageError("a ServerEmbedding lives on servers, and via='allreduce' goes without them; leave via= out")
     if server_tables and not servers:
         raise UsageError("a ServerEmbedding lives on servers; start the job with polytempo run --servers 1 (or more)")
-    if wanted == "allreduce" and not possible:
-        raise UsageError(f"via='allreduce' needs sync='bsp', or averages of models, this is {spec.text}; use via='ps'")
-    if not servers and (wanted == "ps" or not possible):
-        raise UsageError("there are no servers: this job was not started by polytempo run; use sync='bsp' without via='ps'")
-    return possible and (not servers or (session.job.via if wanted == "auto" else wanted) in ("auto", "allreduce"))
-
-
-def _reduces_with_neighbours(spec: Spec, wanted: str, session: Session, server_tables: bool) -> bool:
-    """Workers with neighbours need no server for their values, but a sequencer."""
-    if session.client is None:
-        raise UsageError(f"{spec.text} needs the sequencer of polytempo run, and this job has none; start it with that")
-    if wanted == "ps":
-        raise UsageError(f"{spec.text} keeps each worker's model at the worker; leave via='ps' out")
-    if server_tables:
-        raise UsageError(f"{spec.text} has no servers to hold a ServerEmbedding; use another mode, such as sync='asp'")
-    return True
+    ways = {
+        Feature.VIA_ALLREDUCE: wanted == "allreduce",
+        Feature.NO_SERVERS: not servers,
+        Feature.VIA_PS_WITHOUT_SERVERS: wanted == "ps" and not servers,
+    }
+    check_features(spec, ways)
+    if server_tables or not spec.capabilities.reduces:
+        return False
+    return not servers or (session.job.via if wanted == "auto" else wanted) in ("auto", "allreduce")
 
 
 def chosen_way(via: str | None, compressed: PushPullCompression, session: Session, spec: Spec) -> str | None:
     """Compression is for pushes to servers: where the command leaves the way open, a script that compresses gets "ps"."""
-    is_open = via in (None, "auto") and session.client is not None and session.job.via == "auto" and spec.gossip is None
+    is_open = (
+        not spec.capabilities.neighbours
+        and via in (None, "auto")
+        and session.client is not None
+        and session.job.via == "auto"
+    )
     return "ps" if is_open and not compressed.is_lossless else via
