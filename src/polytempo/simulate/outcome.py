@@ -162,9 +162,9 @@ def meta_of(outcome: Outcome, cluster: Cluster, seed: int) -> dict[str, Any]:
     """What the contract asks of meta.json, for a run in virtual time."""
     result = outcome.as_dict()
     workers = result.pop("workers")
-    averaging = parse_spec(outcome.sync).averaging
-    if averaging is not None and averaging.fragments > 1:  # each has lines of its own, as in a live job
-        result["optimizers"] = {str(fragment): outcome.sync for fragment in range(averaging.fragments)}
+    fragments = parse_spec(outcome.sync).fragments
+    if fragments > 1:  # each has lines of its own, as in a live job
+        result["optimizers"] = {str(fragment): outcome.sync for fragment in range(fragments)}
     return {
         "spec": outcome.sync,
         "size": cluster.workers,

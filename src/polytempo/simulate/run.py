@@ -71,7 +71,7 @@ def simulate_job(
     """
     spec = parse_spec(sync)
     way = resolve_via(spec, via, cluster)
-    part = replace(cluster, model_bytes=cluster.model_bytes / spec.machine(0).parts)  # a message holds a fragment
+    part = replace(cluster, model_bytes=cluster.model_bytes / spec.fragments)  # a message holds a fragment
     engine = Engine(
         cluster,
         spec,

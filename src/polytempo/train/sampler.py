@@ -36,7 +36,7 @@ from polytempo.session.ledger import CHUNK, SamplerPass
 from polytempo.session.session import Session, current
 from polytempo.sync.epoch_parts import epoch_to_go_on_with, name_of, remaining
 from polytempo.sync.joint_batches import BatchShape, EpochCut, SampleCost, checked_cost
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec
 
 #: Which shard of how many; None: each rank's own.
 ShardOf = tuple[int, int] | None
@@ -327,7 +327,7 @@ class DistributedBatchSampler(EpochSampler):
 
     def __len__(self) -> int:
         """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
-        spec = self._session.ledger.spec or parse_spec(self._session.job.sync)
+        spec = self._session.ledger.spec or self._session.job.spec
         if not spec.capabilities.by_speed:
             return len(BatchSampler(range(self.each(self._length)), self.batch_size, self.drop_last))
         size, shape = self._session.size, self._shape(spec)
