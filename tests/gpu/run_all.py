@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
     name = torch.cuda.get_device_name(0)
     print(f"test-gpu: {name}, torch {torch.__version__}, Python {sys.version.split()[0]}", flush=True)
-    return int(pytest.main(["-q", "-n", "4", "--dist", "worksteal", str(Path(__file__).parent), *arguments]))
+    return int(pytest.main(["-q", "-p", "no:benchmark", "-n", "4", "--dist", "worksteal", str(Path(__file__).parent), *arguments]))
 
 
 if __name__ == "__main__":

@@ -635,7 +635,10 @@ def _make_update(
         return LocalStepUpdate(reducer.session, wrapped, fragments, spec)
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
         gossip = spec.gossip
-        return PairUpdate(wrapped, reducer) if gossip.asynchronous else GossipUpdate(wrapped, reducer, gossip.overlap)
+        machine = spec.machine(reducer.session.rank)
+        if gossip.asynchronous:
+            return PairUpdate(wrapped, reducer, machine)
+        return GossipUpdate(wrapped, reducer, machine, gossip.overlap)
     if isinstance(reducer, ServerReducer | PeerReducer) and spec.anytime is not None:
         rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
         return DeadlineUpdate(reducer.session, wrapped, rounds, spec, beside(reducer.name) == MAIN)
