@@ -645,7 +645,7 @@ def _make_update(
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:
-        return DownpourUpdate(wrapped, reducer, spec.local)
+        return DownpourUpdate(wrapped, reducer, spec.machine(reducer.session.rank), spec.local)
     if apply == "delta":
         return PushChange(wrapped, reducer, spec.capabilities.rounds, momentum)
     return PushGradient(wrapped, reducer, spec.capabilities.rounds)
