@@ -44,7 +44,8 @@ class PairUpdate(StepUpdate):
             with profiled("mix"):
                 self._exchange.finish()
             self._exchange.add(changes_since(self._seen, self._reducer.copier))
-        self._reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
+        self._reducer.begin(None, self._wrapped.hyper(), request.measures, skip=request.skip)
+        self._reducer.finish()
         if self._exchange is not None:
             self._begin(self._exchange)
         return loss

@@ -30,11 +30,11 @@ class LocalStep:
 
     def make(self, request: StepRequest) -> Any:
         """Make it, unless it is to be skipped; what the closure returned."""
-        if request.skip or request.samples == 0:
+        if request.skip or request.measures.samples == 0:
             return None
         wrapped, reducer, loss = self._wrapped, self._reducer, None
         wrapped.clip()
-        request.about["nonfinite"] = wrapped.finite.check(reducer.gradients()[0], reducer.step)
+        request.measures.nonfinite = wrapped.finite.check(reducer.gradients()[0], reducer.step)
         if request.closure is None:
             step_unwrapped(wrapped.optimizer)
         else:
@@ -73,7 +73,8 @@ class GossipUpdate(StepUpdate):
         change = None if self._sent is None else changes_since(self._sent, reducer.copier)
         if self._sent is None:
             self._exchange.send()
-        reducer.push(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
+        reducer.begin(None, self._wrapped.hyper(), request.measures, skip=request.skip)
+        reducer.finish()
         with profiled("mix"):
             self._exchange.mix(step, change)
         self._send_ahead()
