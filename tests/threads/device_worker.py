@@ -113,11 +113,12 @@ class DeviceWorker:
             channel.send(encode(message), [words])
         return [self.next(DeviceShared)[1].refusal for _ in self.channels]
 
-    def announce(self, **fields: Any) -> int:
+    def announce(self, attempt: int = 0, **fields: Any) -> int:
         """The header of the next push, to all servers; its fence."""
         self.exchange += 1
         identity = PushId("0", self.rank, self.incarnation, self.step)
-        push = Push(id=identity, body=Gradient(fence=self.exchange, hyper=self.spec.groups, **fields))
+        body = Gradient(fence=self.exchange, hyper=self.spec.groups, **fields)
+        push = Push(id=identity, attempt=attempt, body=body)
         for channel in self.channels:
             channel.send(encode(push))
         return self.exchange
