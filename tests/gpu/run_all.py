@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> int:
 
     name = torch.cuda.get_device_name(0)
     print(f"test-gpu: {name}, torch {torch.__version__}, Python {sys.version.split()[0]}", flush=True)
-    return int(pytest.main(["-q", "-n", "4", "--dist", "worksteal", str(Path(__file__).parent), *arguments]))
+    # pytest-benchmark, where it is installed, warns about `-n`, and warnings are errors here
+    side_by_side = ["-q", "-p", "no:benchmark", "-n", "4", "--dist", "worksteal"]
+    return int(pytest.main([*side_by_side, str(Path(__file__).parent), *arguments]))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ sum of these is exact; a worker that is a step further tells what it has then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from polytempo.collectives.tasks import Task
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.mixing import MixingSum
@@ -35,7 +37,6 @@ class GossipExchange:
         self._weight = 1.0  # w, likewise
         self._told = ModelMessage(reducer.layout)  # x and w after the last finished step, for others that ask
         self._sum = MixingSum(reducer.copier.next_buffer())
-        self._row = reducer.row.mixing
         self._sending: Sending = []
         self._models = reducer.share(lambda message: message.fill(self._told.flats, self._told.weight))
         self._gather()
@@ -43,23 +44,17 @@ class GossipExchange:
         if reducer.session.size > 1:
             self._models.service.start()
 
-    @property
-    def alone(self) -> bool:
-        """Has this worker no neighbour in the step?"""
-        return self._row is None
-
-    def send(self) -> None:
-        """Send the parameters as they are now."""
-        if self._row is None:
+    def send(self, row: Mixing, step: int) -> None:
+        """Send the parameters as they are now, to be mixed by this row of the step."""
+        if not row.send and not row.receive:
             return
         self._gather()
         self._out.fill(self._own.tensors, self._weight)
-        step = self._reducer.step
-        for rank, _ in self._row.receive:
+        for rank, _ in row.receive:
             if rank not in self._in:
                 self._in[rank] = self._reducer.new_message()
             self._coming[rank] = self._links.start_receive(self._in[rank].data, rank, step, due=False)
-        self._sending = self._links.send(self._out.data, [rank for rank, _ in self._row.send], step)
+        self._sending = self._links.send(self._out.data, [rank for rank, _ in row.send], step)
 
     def _gather(self) -> None:
         """Take x and w as they are now."""
@@ -79,18 +74,18 @@ class GossipExchange:
                     flat.mul_(self._reducer.weight)
         self._models.finish_step(self._reducer.step)
 
-    def mix(self, step: int, change: FlatBuffer | None = None) -> None:
-        """Mix what was exchanged in `step`, which was pushed; the release of the next one is there.
+    def mix(self, row: Mixing, step: int, gone: Sequence[int], change: FlatBuffer | None = None) -> None:
+        """Mix what was exchanged in a step, which was pushed; the release of the next one is there.
 
         Args:
+            row: With whom, and how much.
             step: The step.
+            gone: Neighbours that left without pushing it.
             change: What the optimizer has changed since the values were sent; None where it was sent with them.
         """
-        reducer, row = self._reducer, self._row
-        self._row = reducer.row.mixing
-        if row is None:
+        if not row.send and not row.receive:
             return  # there is no other worker
-        lost, shares, own = set(reducer.row.lost), dict(row.receive), reducer.session.rank
+        reducer, lost, shares, own = self._reducer, set(gone), dict(row.receive), self._reducer.session.rank
         self._sum.start()
         for rank in sorted({own, *shares}):
             if rank == own:

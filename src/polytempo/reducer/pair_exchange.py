@@ -7,13 +7,14 @@
                sides of a pair make the same change, and its sum is kept, also where a cast rounds what travels
     leave      a worker that finishes declines from then on, and hands its (x, w) over to another (`model_mean.py`)
 
-Which request is granted is decided in `sync/pairwise.py`. The other half of a pair whose partner dies meanwhile is lost with
-it; this worker keeps its values.
+Which request is granted is decided by the machine (`sync/adpsgd.py`). The other half of a pair whose partner dies meanwhile
+is lost with it; this worker keeps its values.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
@@ -24,16 +25,17 @@ from polytempo.reducer.model_message import ModelMessage
 from polytempo.reducer.neighbour_links import Sending
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.server.pull_compression import Flats
-from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
+from polytempo.sync.machine import AnswerPartner, Orders, Parted, Replied, Requested, WorkerEvent, WorkerMachine
 
 
 class PairExchange:
     """The state of one worker, and its averages with others. The mark of a request is the step of the asker, under whose
     number it is answered; the mark of an answer says whether it was granted."""
 
-    def __init__(self, reducer: NeighbourReducer) -> None:
-        self._reducer, self._links = reducer, reducer.links
-        self._pair = PairAveraging(reducer.session.rank)
+    def __init__(self, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
+        self._reducer, self._links, self._machine = reducer, reducer.links, machine
+        self._partner: int | None = None  # that was asked, and is waited for
+        self._taken = False  # was its reply taken, for another worker that wanted to know this one's values?
         self._models = reducer.share(self._tell)
         self._lock = self._models.lock
         self._answering = threading.Lock()  # a pair is averaged here, and its reply not sent yet
@@ -76,41 +78,38 @@ class PairExchange:
 
     # Asking.
 
-    def begin(self) -> None:
-        """Ask the partner that the last release has named, if it has."""
-        row, step = self._reducer.row.mixing, self._reducer.step
-        if row is None:
-            return
-        partner = row.send[0][0]
+    def ask(self, partner: int, step: int) -> None:
+        """Send x to a partner, for an average."""
         with self._lock:
-            self._pair.begin(step, partner)
+            self._partner = partner
             self._out.fill(self._own, self._reducer.weight, step)
         self._reply = self._links.start_receive(self._in.data, partner, step)
         self._sending = self._links.send(self._out.data, [partner], AVERAGE)
 
-    def finish(self) -> None:
-        """Wait for the reply to what was asked, and take it."""
-        partner, task = self._pair.waiting_for, self._reply
+    def finish(self) -> Orders:
+        """Wait for the reply to what was asked, and take it; what is to be done then."""
+        partner, task = self._partner, self._reply
         if partner is None or task is None:
-            return
+            return ()
         came = self._links.finish(task, partner)
         self._links.settle(self._sending)
+        event: WorkerEvent = Parted(partner)
         with self._lock:
             if came:
                 self._take_reply()
-                return
-            self._reply = None
-            self._pair.lost(partner)
-            self._in = self._reducer.new_message()  # should a reply come after all, it must not be written over another
+                event = Replied(partner, self._out.mark, bool(self._in.mark))
+            else:
+                self._in = self._reducer.new_message()  # should a reply come after all, it must not be written over another
+            self._partner, self._reply, self._taken = None, None, False
+            return self._machine.handle(event, time.monotonic())
 
     def _take_reply(self) -> None:
         """Take the reply if it is there. The caller holds the lock."""
-        partner, task = self._pair.waiting_for, self._reply
-        if partner is None or task is None or not task.done or task.error is not None:
+        task = self._reply
+        if task is None or self._taken or not task.done or task.error is not None:
             return
-        self._reply = None
-        reply = PairReply(partner, self._links.rank, self._out.mark, bool(self._in.mark))
-        if self._pair.replied(reply) and reply.averaged:
+        self._taken = True
+        if self._in.mark:
             self._average(self._in, self._out)
 
     def _average(self, theirs: ModelMessage, mine: ModelMessage) -> None:
@@ -125,8 +124,8 @@ class PairExchange:
         asked, answer = self._asked, self._answer
         with self._answering:
             with self._lock:
-                request = PairRequest(source, self._links.rank, asked.mark)
-                averaged = self._pair.requested(request).averaged and not self._models.left
+                (reply,) = self._machine.handle(Requested(source, asked.mark), time.monotonic())
+                averaged = isinstance(reply, AnswerPartner) and reply.averaged and not self._models.left
                 answer.fill(self._own, self._reducer.weight, int(averaged))
                 if averaged:
                     self._average(asked, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -16,93 +17,55 @@ NO_WEIGHTS = -1
 BLOCK = 64
 
 
+@dataclass(slots=True, eq=False)
 class Worker:
     """A rank. It may leave and come back: each time is a new life."""
 
-    __slots__ = (
-        "alive",
-        "batch",
-        "busy",
-        "cargo",
-        "cluster",
-        "communicating",
-        "discarded",
-        "drawn",
-        "exchanged",
-        "fixed",
-        "flying",
-        "held",
-        "held_for",
-        "held_since",
-        "hiccups",
-        "joined_at",
-        "leaving",
-        "left_at",
-        "life",
-        "machine",
-        "messages",
-        "present",
-        "rank",
-        "reading",
-        "samples",
-        "seed",
-        "since",
-        "spent",
-        "staleness_max",
-        "staleness_sum",
-        "stalls",
-        "step_times",
-        "steps",
-        "used",
-        "waiting",
-        "wasted",
-        "weights",
-    )
+    cluster: Cluster
+    rank: int
+    seed: int
+    batch: int = field(init=False)
+    fixed: float = field(init=False)  #: seconds of each (micro-)step; a slow machine is slow in this, too
+    stalls: list[tuple[float, float]] = field(init=False)
+    step_times: array[float] = field(default_factory=lambda: array("d"))  #: of the steps to come, the next one last
+    hiccups: array[float] | None = None  #: their random stalls, where a mode wants these apart
+    drawn: int = 0
+    # State.
+    machine: Any = None  #: of its mode: the engine asks for what the machines of this mode have
+    cargo: Any = None  #: a `Cargo`, where pushes bring more than the gradient of a step
+    life: int = 0
+    alive: bool = False
+    busy: bool = False
+    leaving: bool = False
+    flying: int = 0  #: pushes in flight
+    weights: int = NO_WEIGHTS  #: the version it holds; in downpour the number of updates of others in it
+    reading: int = NO_WEIGHTS  #: the version of the step that was computed last
+    used: int = 0  #: the version of the push that arrived last
+    since: float = 0.0  #: start of the present step, or of the present idleness
+    spent: float = 0.0  #: seconds of the step computed last
+    exchanged: float = 0.0  #: seconds of the last exchange for which no mode made it wait
+    held: bool = False  #: does the policy hold it, while it still computes?
+    held_since: float = NOT_HELD
+    held_for: float = 0.0  #: of the present idleness, the part the policy held it
+    joined_at: float = 0.0
+    left_at: float = 0.0  #: when the last byte for a neighbour has left
+    # Totals.
+    steps: int = 0
+    samples: int | None = None  #: where they are not the steps times the batch
+    discarded: int = 0
+    messages: int = 0
+    present: float = 0.0
+    waiting: float = 0.0
+    communicating: float = 0.0
+    wasted: float = 0.0  #: computing whose push was not applied
+    staleness_sum: int = 0
+    staleness_max: int = 0
 
-    machine: Any  #: of its mode: the engine asks for what the machines of this mode have
-    cargo: Any  #: a `Cargo`, where pushes bring more than the gradient of a step
-
-    def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
-        self.rank = rank
+    def __post_init__(self) -> None:
+        cluster, rank = self.cluster, self.rank
         self.batch = cluster.batches.get(rank, cluster.batch)
-        # Of each (micro-)step; a slow machine is slow in this, too.
         self.fixed = cluster.fixed_times.get(rank, cluster.fixed_time) * cluster.slow.get(rank, 1.0)
-        self.cluster = cluster
-        self.seed = seed
-        self.step_times = array("d")  # of the steps to come, the next one last
-        self.hiccups: array[float] | None = None  # their random stalls, where a mode wants these apart
-        self.drawn = 0
         self.stalls = sorted((s.at, s.at + s.seconds) for s in cluster.stalls if s.worker == rank)
-        # State.
-        self.life = 0
-        self.machine = None
-        self.cargo = None
-        self.alive = False
-        self.busy = False
-        self.leaving = False
-        self.flying = 0  # pushes in flight
-        self.weights = NO_WEIGHTS  # the version it holds; in downpour the number of updates of others in it
-        self.reading = NO_WEIGHTS  # the version of the step that was computed last
-        self.used = 0  # the version of the push that arrived last
-        self.since = 0.0  # start of the present step, or of the present idleness
-        self.spent = 0.0  # seconds of the step computed last
-        self.exchanged = 0.0  # seconds of the last exchange for which no mode made it wait
-        self.held = False  # does the policy hold it, while it still computes?
-        self.held_since = NOT_HELD
-        self.held_for = 0.0  # of the present idleness, the part the policy held it
-        self.joined_at = 0.0
-        self.left_at = 0.0  # when the last byte for a neighbour has left
-        # Totals.
-        self.steps = 0
-        self.samples: int | None = None  # where they are not the steps times the batch
-        self.discarded = 0
-        self.messages = 0
-        self.present = 0.0
-        self.waiting = 0.0
-        self.communicating = 0.0
-        self.wasted = 0.0  # computing whose push was not applied
-        self.staleness_sum = 0
-        self.staleness_max = 0
 
     def load(self, parts: int, deals: bool, micro: int) -> None:
         """Its pushes bring more than the gradient of a step; `deals`: samples are dealt to it, in these micro-batches."""
@@ -151,7 +114,7 @@ class Worker:
         self.since = self.joined_at = now
         self.weights = NO_WEIGHTS
         if self.cargo is not None:
-            self.cargo.begin()
+            self.cargo = self.cargo.begin()
 
     def end_life(self, now: float, routed: bool) -> None:
         """End this life; its messages in flight are lost."""
@@ -184,53 +147,33 @@ class Worker:
         return self.present - self.waiting - self.communicating
 
 
+@dataclass(slots=True, eq=False)
 class Cargo:
     """What the next push of a worker is made of, and what its pushes under way bring."""
 
-    __slots__ = (
-        "abandoned",
-        "applied",
-        "bases",
-        "begun_at",
-        "fetched",
-        "flights",
-        "fresh",
-        "made",
-        "made_of",
-        "merged",
-        "seconds",
-        "sendings",
-        "started",
-        "times",
-        "unfinished",
-        "until",
-    )
+    parts: int
+    times: MicroBatchTimes | None = None
+    made: int = 0  #: local steps over all lives
+    merged: int = 0  #: steps in updates, times the number of fragments
+    # In this life.
+    flights: list[Any] = field(default_factory=list)
+    seconds: float = 0.0  #: that local steps took (downpour: since the last push)
+    sendings: list[float] = field(default_factory=list)  #: at the last sending of each fragment
+    bases: list[int] = field(default_factory=list)  #: the version of the values it last took of each
+    applied: int = 0  #: own pushes that were applied
+    started: int = 0  #: updates of others in the weights at the start of the next push, in downpour
+    fetched: int = NO_WEIGHTS  #: and in those that were requested
+    fresh: bool = False  #: are its first weights still to be sent?
+    made_of: list[MicroBatch] = field(default_factory=list)  #: of samples that are dealt: the next push
+    unfinished: MicroBatch | None = None  #: the micro-batch that was not done at the deadline
+    begun_at: float = 0.0  #: when that was begun
+    until: float = 0.0  #: and when it is done
+    abandoned: tuple[float, float] | None = None  #: work and seconds of one that was abandoned since the last push
 
-    def __init__(self, parts: int, times: MicroBatchTimes | None) -> None:
-        self.made = 0  # local steps over all lives
-        self.merged = 0  # steps in updates, times the number of fragments
-        self.times = times
-        self.sendings, self.bases = [0.0] * parts, [NO_WEIGHTS] * parts
-        self.begin()
-
-    def begin(self) -> None:
-        """A life begins: what was left of the one before is lost."""
-        self.flights: list[Any] = []
-        # Of local steps: seconds computed in this life (downpour: since the last push), at the last sending of each
-        # fragment, and the version of the values it last took of each.
-        self.seconds = 0.0
-        self.sendings, self.bases = [0.0] * len(self.sendings), [NO_WEIGHTS] * len(self.bases)
-        # Of downpour: own pushes that were applied; updates of others in the weights at the start of the next push, and in
-        # those that were requested; are its first weights still to be sent?
-        self.applied = self.started = 0
-        self.fetched = NO_WEIGHTS
-        self.fresh = False
-        # Of dealt samples: what the next push is made of; of micro-batches the one that was not done at the deadline, when
-        # it was begun, when it is done, and work and seconds of one that was abandoned since the last push.
-        self.made_of: list[MicroBatch] = []
-        self.unfinished: MicroBatch | None = None
-        self.begun_at = self.until = 0.0
-        self.abandoned: tuple[float, float] | None = None
+    def begin(self) -> Cargo:
+        """Of a new life: what was left of the one before is lost."""
+        sendings, bases = [0.0] * self.parts, [NO_WEIGHTS] * self.parts
+        return Cargo(self.parts, self.times, self.made, self.merged, sendings=sendings, bases=bases)
 
 
 class MicroBatchTimes:

@@ -43,6 +43,7 @@ from polytempo.sync.machine import (
     Begin,
     Computed,
     Dropped,
+    EndBlock,
     Fetched,
     GoHome,
     Install,
@@ -139,6 +140,7 @@ class DownpourMachine(WorkerMachine):
         self._local = local
         self._made = 0  # local steps in this life
         self._pending = 0  # of them, not yet in a push
+        self._filled = False  # has any of these a gradient?
         self._fetching = self._fetched = False
         self._due = False  # a fetch is to be made
         self._dropped = self._started = False
@@ -159,7 +161,9 @@ class DownpourMachine(WorkerMachine):
 
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
         if isinstance(event, Computed):
-            return self._computed()
+            return self._computed(event.empty)
+        if isinstance(event, EndBlock):
+            return self._push()
         if isinstance(event, Release):
             return self._released(event)
         if isinstance(event, Asked):
@@ -184,15 +188,22 @@ class DownpourMachine(WorkerMachine):
         self._started = True
         return begins if self.computes else [*begins, *self._go()]
 
-    def _computed(self) -> Orders:
+    def _computed(self, empty: bool) -> Orders:
         self.computes = False
         number = self.made
-        self._made, self._pending = self._made + 1, self._pending + 1
-        if self._pending < self._local.push and not self.leaving and not self.done:
+        self._made, self._pending, self._filled = self._made + 1, self._pending + 1, self._filled or not empty
+        due = self._made % self._local.push == 0 or self.leaving or self.done
+        if not (due and self._filled):
             return (StepHere(number), *self._go())
+        return (StepHere(number), *self._push(), ASK_AGAIN)
+
+    def _push(self) -> Orders:
+        """What there is; nothing where no local step has a gradient."""
+        if not self._filled:
+            return NO_ORDERS
         push = SendPush(self.step, self._pending)
-        self._pending, self.step = 0, self.step + 1
-        return (StepHere(number), push, ASK_AGAIN)
+        self._pending, self._filled, self.step = 0, False, self.step + 1
+        return (push,)
 
     def _go(self) -> Orders:
         if self.leaving or self.done or (self.step > self.allowed and not self._pending):

@@ -40,6 +40,7 @@ class Computed:
     """The step that was ordered is computed: there is a gradient."""
 
     seconds: float = 0.0  #: that it took, in modes that follow the workers' speed
+    empty: bool = False  #: there is none: the step changes nothing
 
 
 @dataclass(slots=True)
@@ -67,6 +68,11 @@ class StartsAt:
     """This worker takes part as if it had made this many local steps: its budget is that of the others."""
 
     made: int
+
+
+@dataclass(slots=True)
+class EndBlock:
+    """What was made and not sent is to be sent now: the script wants to see the job's values, or has ended."""
 
 
 @dataclass(slots=True)
@@ -114,6 +120,7 @@ WorkerEvent = (
     | Dropped
     | Asked
     | AllArrived
+    | EndBlock
     | Leaving
     | Requested
     | Replied

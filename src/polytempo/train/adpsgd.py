@@ -15,44 +15,68 @@ from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.pair_exchange import PairExchange
+from polytempo.sync.machine import AddStep, AskPartner, Begin, SendPush, Snapshot, StepHere, WorkerMachine
+from polytempo.train.driver import LivePerforms, MachineUpdate, nothing
 from polytempo.train.gossip import LocalStep, changes_since
-from polytempo.train.update import StepRequest, StepUpdate, Wrapped
+from polytempo.train.update import StepRequest, Wrapped
 from polytempo.transport.buffer_pool import Pool
 
 
-class PairUpdate(StepUpdate):
+class PairUpdate(MachineUpdate):
     """Local steps, with averages of pairs beside them."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer) -> None:
-        self._wrapped, self._reducer = wrapped, reducer
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
+        self._wrapped, self._neighbours = wrapped, reducer
         self._local = LocalStep(wrapped, reducer)
-        self._exchange: PairExchange | None = None
         self._seen = FlatBuffer(reducer.layout, Pool(), pinned=False)  # the snapshot; in a step, the change since then
+        self._exchange: PairExchange | None = None
         if reducer.session.size > 1:
-            self._exchange = PairExchange(reducer)
-            self._begin(self._exchange)
-            reducer.session.flushing.append(self._exchange.leave)
+            self._exchange = PairExchange(reducer, machine)
+            reducer.session.flushing.append(self._leave)
+        super().__init__(machine, reducer)
+        self.start()
 
-    @property
-    def steps(self) -> int:
-        return self._reducer.step
+    def performs(self) -> LivePerforms:
+        return {
+            Begin: nothing,  # all have the first worker's values
+            AskPartner: self._ask,
+            Snapshot: self._snapshot,
+            StepHere: self._step_here,
+            AddStep: self._add_step,
+            SendPush: self._push,
+        }
 
     def step(self, request: StepRequest) -> Any:
-        self._reducer.restore()
-        loss = self._local.make(request)
-        if self._exchange is not None:
-            with profiled("mix"):
-                self._exchange.finish()
-            self._exchange.add(changes_since(self._seen, self._reducer.copier))
-        self._reducer.begin(None, self._wrapped.hyper(), request.measures, skip=request.skip)
-        self._reducer.finish()
-        if self._exchange is not None:
-            self._begin(self._exchange)
-        return loss
+        self._neighbours.restore()
+        return super().step(request)
 
-    def _begin(self, exchange: PairExchange) -> None:
-        """Take a snapshot, and ask the next partner."""
-        copier = self._reducer.copier
-        exchange.snapshot(self._seen)
-        copier.scatter({0: self._seen.parts[0]})
-        exchange.begin()
+    def _ask(self, order: AskPartner) -> None:
+        if self._exchange is not None:
+            self._exchange.ask(order.partner, order.step)
+
+    def _snapshot(self, order: Snapshot) -> None:
+        if self._exchange is not None:
+            self._exchange.snapshot(self._seen)
+            self._neighbours.copier.scatter({0: self._seen.parts[0]})
+
+    def _step_here(self, order: StepHere) -> None:
+        self._result = self._local.make(self._request)
+
+    def _add_step(self, order: AddStep) -> None:
+        if self._exchange is not None:
+            self._exchange.add(changes_since(self._seen, self._neighbours.copier))
+
+    def _push(self, order: SendPush) -> None:
+        self._neighbours.begin(None, self._wrapped.hyper(), self._request.measures, skip=self._request.skip)
+
+    def _wait(self) -> None:
+        """For the reply to what was asked; or, where there is none to come, for the release."""
+        if self._exchange is None or self._machine.is_free:
+            super()._wait()
+            return
+        with profiled("mix"):
+            self._obey(self._exchange.finish())
+
+    def _leave(self) -> None:
+        assert self._exchange is not None
+        self._exchange.leave()

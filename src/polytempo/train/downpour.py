@@ -22,8 +22,23 @@ from polytempo.protocol.push import no_steps
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.sync.actions import Release
 from polytempo.sync.downpour import LocalSteps
-from polytempo.train.update import StepRequest, StepUpdate, Wrapped
+from polytempo.sync.machine import (
+    ASKED,
+    FETCHED,
+    AskAgain,
+    Begin,
+    Computed,
+    EndBlock,
+    Install,
+    RequestValues,
+    SendPush,
+    StepHere,
+    WorkerMachine,
+)
+from polytempo.train.driver import LivePerforms, MachineUpdate, nothing
+from polytempo.train.update import StepRequest, Wrapped
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]
@@ -59,14 +74,17 @@ class ParameterFetch:
     reading: Reading
     quiet_since: float
     moved: int
+    arrived: bool = False
 
 
-class DownpourUpdate(StepUpdate):
+class DownpourUpdate(MachineUpdate):
     """Local steps of one optimizer."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, local: LocalSteps) -> None:
+    _reducer: ServerReducer
+
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, local: LocalSteps) -> None:
         assert isinstance(reducer, ServerReducer)  # the mode has no other: values are fetched
-        self._wrapped, self._reducer, self._local = wrapped, reducer, local
+        self._wrapped, self._local = wrapped, local
         self._steps = 0
         self._sum: Accumulated | None = None
         self._made = no_steps()  # since the last push, skipped ones included
@@ -75,8 +93,20 @@ class DownpourUpdate(StepUpdate):
         self._basis = Basis(reducer.client_state.version, reducer.step - 1)
         reducer.pulls = False  # values are fetched; those of an answer would undo local steps
         reducer.client_state.take = _ignore
+        super().__init__(machine, reducer)
         reducer.session.flushing.append(self.flush)
         reducer.before_read = self.flush
+        self.start()
+
+    def performs(self) -> LivePerforms:
+        return {
+            Begin: nothing,
+            StepHere: self._step_here,
+            SendPush: self._push,
+            AskAgain: lambda order: self._tell(ASKED),
+            RequestValues: self._request_values,
+            Install: self._install,
+        }
 
     @property
     def steps(self) -> int:
@@ -84,17 +114,18 @@ class DownpourUpdate(StepUpdate):
 
     def step(self, request: StepRequest) -> None:
         """One local step, and what is due after it."""
+        self._request = request
+        self._look_for_values()
+        self._tell(Computed(empty=request.skip or not request.measures.samples))
+
+    def _step_here(self, order: StepHere) -> None:
+        request = self._request
         self._wrapped.clip()
         self._steps += 1
         if not request.skip and request.measures.samples:
             self._accumulate()
             self._wrapped.tables.collect()
         self._made.add(request.measures)
-        if self._steps % self._local.push == 0:
-            self.flush()
-        if self._steps % self._local.fetch == 0:
-            self._ask()
-        self._install()
 
     def _accumulate(self) -> None:
         copier = self._reducer.copier
@@ -119,10 +150,12 @@ class DownpourUpdate(StepUpdate):
         return {i: float(groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
 
     def flush(self) -> None:
-        """Push what was accumulated so far; also at the end, and before a read."""
+        """Push what was accumulated so far: at the end, and before a read."""
+        self._tell(EndBlock())
+
+    def _push(self, order: SendPush) -> None:
         total, self._sum = self._sum, None
-        if total is None:
-            return
+        assert total is not None
         reducer, made, self._made = self._reducer, self._made, no_steps()
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
@@ -132,28 +165,37 @@ class DownpourUpdate(StepUpdate):
         reducer.own = reducer.step - 1 - total.basis.contained
         made.nonfinite = self._wrapped.finite.check(total.buffer, self._steps)
         reducer.push(total.buffer, self._wrapped.hyper(), made, sorted(total.absent))
+        self._tell(Release(reducer.session.rank, reducer.client_state.released, reducer.step))
 
-    def _ask(self) -> None:
-        """Start a fetch, unless one is under way; when no byte has moved for a while, ask for it again."""
-        client, now = self._reducer.client, time.monotonic()
-        moved = client.connections.moved()
+    def _request_values(self, order: RequestValues) -> None:
+        client = self._reducer.client
         with self._reducer.session.lock:
-            if self._fetch is None:
-                self._fetch = ParameterFetch(client.start_read(self._reducer.name, "params"), now, moved)
-            elif moved != self._fetch.moved:
-                self._fetch.quiet_since, self._fetch.moved = now, moved
-            elif now - self._fetch.quiet_since > client.retry:
-                client.reads.ask_status(self._fetch.reading)
-                self._fetch.quiet_since = now
+            reading = client.start_read(self._reducer.name, "params")
+        self._fetch = ParameterFetch(reading, time.monotonic(), client.connections.moved())
 
-    def _install(self) -> None:
-        """Take fetched values, if they have come."""
-        reducer = self._reducer
-        with reducer.session.lock:
-            reducer.client.poll()
-            if self._fetch is None or len(self._fetch.reading.answers) < reducer.client.shards:
+    def _look_for_values(self) -> None:
+        """Have the requested values come? When no byte has moved for a while, they are asked for again."""
+        client, now, fetch = self._reducer.client, time.monotonic(), self._fetch
+        with self._reducer.session.lock:
+            client.poll()
+            if fetch is None or fetch.arrived:
                 return
-            answers = reducer.client.reads.take(self._fetch.reading)
+            moved = client.connections.moved()
+            if len(fetch.reading.answers) == client.shards:
+                fetch.arrived = True
+                self._tell(FETCHED)
+            elif moved != fetch.moved:
+                fetch.quiet_since, fetch.moved = now, moved
+            elif now - fetch.quiet_since > client.retry:
+                client.reads.ask_status(fetch.reading)
+                fetch.quiet_since = now
+
+    def _install(self, order: Install) -> None:
+        """Take the values that have come, and make again what they lack."""
+        reducer, fetch = self._reducer, self._fetch
+        assert fetch is not None
+        with reducer.session.lock:
+            answers = reducer.client.reads.take(fetch.reading)
         self._fetch = None
         reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         reducer.client_state.version, contained = answers[0][0].version, answers[0][0].exchange

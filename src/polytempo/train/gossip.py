@@ -18,7 +18,9 @@ from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gossip_exchange import GossipExchange
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
-from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
+from polytempo.sync.machine import AddStep, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
+from polytempo.train.driver import LivePerforms, MachineUpdate, nothing
+from polytempo.train.update import StepRequest, Wrapped, step_unwrapped
 from polytempo.transport.buffer_pool import Pool
 
 
@@ -50,43 +52,48 @@ def changes_since(before: FlatBuffer, copier: Copier) -> FlatBuffer:
     return before
 
 
-class GossipUpdate(StepUpdate):
+class GossipUpdate(MachineUpdate):
     """Local steps, mixed with those of neighbours."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, overlap: bool) -> None:
-        self._wrapped, self._reducer = wrapped, reducer
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine, overlap: bool) -> None:
+        self._wrapped, self._neighbours = wrapped, reducer
         self._local, self._exchange = LocalStep(wrapped, reducer), GossipExchange(reducer)
-        self._sent: FlatBuffer | None = None  # the model when it was sent, where that is before the step
-        if overlap:
-            self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False)
-            self._send_ahead()
+        # The model when it was sent, where that is before the step; in the step, the change since then.
+        self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False) if overlap else None
+        super().__init__(machine, reducer)
         reducer.session.flushing.append(self._leave)
+        self.start()
 
-    @property
-    def steps(self) -> int:
-        return self._reducer.step
+    def performs(self) -> LivePerforms:
+        return {
+            Begin: nothing,  # all have the first worker's values
+            SendModel: lambda order: self._exchange.send(order.row, order.step),
+            Snapshot: self._snapshot,
+            StepHere: self._step_here,
+            AddStep: nothing,  # the optimizer has changed the parameters
+            SendPush: self._push,
+            Mix: self._mix,
+        }
 
     def step(self, request: StepRequest) -> Any:
-        reducer, step = self._reducer, self._reducer.step
-        reducer.restore()
-        loss = self._local.make(request)
-        change = None if self._sent is None else changes_since(self._sent, reducer.copier)
-        if self._sent is None:
-            self._exchange.send()
-        reducer.begin(None, self._wrapped.hyper(), request.measures, skip=request.skip)
-        reducer.finish()
+        self._neighbours.restore()
+        return super().step(request)
+
+    def _snapshot(self, order: Snapshot) -> None:
+        if self._sent is not None:
+            self._neighbours.copier.gather(self._sent, lambda param: param.detach())
+
+    def _step_here(self, order: StepHere) -> None:
+        self._result = self._local.make(self._request)
+
+    def _push(self, order: SendPush) -> None:
+        self._neighbours.begin(None, self._wrapped.hyper(), self._request.measures, skip=self._request.skip)
+
+    def _mix(self, order: Mix) -> None:
+        change = None if self._sent is None else changes_since(self._sent, self._neighbours.copier)
         with profiled("mix"):
-            self._exchange.mix(step, change)
-        self._send_ahead()
-        return loss
+            self._exchange.mix(order.row, order.step, order.lost, change)
 
     def _leave(self) -> None:
-        self._reducer.restore()
+        self._neighbours.restore()
         self._exchange.leave()
-
-    # Overlap.
-
-    def _send_ahead(self) -> None:
-        if self._sent is not None and not self._exchange.alone:
-            self._reducer.copier.gather(self._sent, lambda param: param.detach())
-            self._exchange.send()

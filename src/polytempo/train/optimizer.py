@@ -638,14 +638,17 @@ def _make_update(
         return LocalStepUpdate(reducer.session, wrapped, fragments, spec)
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
         gossip = spec.gossip
-        return PairUpdate(wrapped, reducer) if gossip.asynchronous else GossipUpdate(wrapped, reducer, gossip.overlap)
+        machine = spec.machine(reducer.session.rank)
+        if gossip.asynchronous:
+            return PairUpdate(wrapped, reducer, machine)
+        return GossipUpdate(wrapped, reducer, machine, gossip.overlap)
     if isinstance(reducer, ServerReducer | PeerReducer) and spec.anytime is not None:
         rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
         return DeadlineUpdate(reducer.session, wrapped, rounds, spec, beside(reducer.name) == MAIN)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:
-        return DownpourUpdate(wrapped, reducer, spec.local)
+        return DownpourUpdate(wrapped, reducer, spec.machine(reducer.session.rank), spec.local)
     if apply == "delta":
         return PushChange(wrapped, reducer, spec.capabilities.rounds, momentum)
     return PushGradient(wrapped, reducer, spec.capabilities.rounds)

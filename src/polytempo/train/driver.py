@@ -1,0 +1,79 @@
+"""The live driver: it performs the orders of a worker's machine (`sync/machine.py`) on tensors and on a reducer.
+
+    step()    the script has computed a gradient: the machine is told, and its orders are performed, one after another.
+              Where it orders no further step, the driver waits for the release and tells it of that, until it does
+
+A driver decides nothing: what is sent when, what is waited for and what is done with the answer is the machine's. What an
+order means for tensors is said by those that know them, in a table.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from polytempo.protocol.push import no_steps
+from polytempo.reducer.reducer import Reducer
+from polytempo.sync.actions import Admit, Release
+from polytempo.sync.machine import COMPUTED, Compute, Orders, WorkerEvent, WorkerMachine
+from polytempo.train.update import StepRequest, StepUpdate
+
+#: What each kind of order does here.
+LivePerforms = dict[type, Callable[[Any], object]]
+
+
+def nothing(order: object) -> None:
+    """What an order does that is about virtual time, or that the script carries out by itself."""
+
+
+class MachineUpdate(StepUpdate):
+    """Steps of one optimizer as its machine orders them.
+
+    Args:
+        machine: The worker's half of the mode.
+        reducer: How this worker takes part in the job.
+    """
+
+    def __init__(self, machine: WorkerMachine, reducer: Reducer) -> None:
+        self._machine, self._reducer = machine, reducer
+        self._request = StepRequest(no_steps(), skip=True, agreed=False)  # the one that is carried out
+        self._result: Any = None  # what its closure has returned
+        self._performs = {Compute: nothing, **self.performs()}
+
+    @abstractmethod
+    def performs(self) -> LivePerforms:
+        """What the orders of this kind of machine do."""
+
+    def start(self) -> None:
+        """The worker is admitted, and may make its first step."""
+        self._tell(Admit(self._reducer.session.rank, self._reducer.step))
+        self._hear()
+
+    @property
+    def steps(self) -> int:
+        return self._reducer.step
+
+    def step(self, request: StepRequest) -> Any:
+        self._request, self._result = request, None
+        self._tell(COMPUTED)
+        while not self._machine.computes:
+            self._wait()
+        return self._result
+
+    def _wait(self) -> None:
+        """Nothing more can be done before the release."""
+        self._reducer.finish()
+        self._hear()
+
+    def _hear(self) -> None:
+        reducer = self._reducer
+        self._tell(Release(reducer.session.rank, reducer.step, reducer.step, reducer.directive))
+
+    def _tell(self, event: WorkerEvent) -> None:
+        self._obey(self._machine.handle(event, time.monotonic()))
+
+    def _obey(self, orders: Orders) -> None:
+        for order in orders:
+            self._performs[type(order)](order)
