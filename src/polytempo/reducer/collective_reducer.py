@@ -52,7 +52,7 @@ from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.directives import Directive
-from polytempo.sync.events import Pushed
+from polytempo.sync.events import Measured, Pushed
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 
@@ -362,7 +362,7 @@ class RuleByBallot:
         """A round has ended with the ballots of these ranks."""
         active = [(rank, ballot) for rank, ballot in zip(ranks, ballots, strict=True) if not ballot.ran_out]
         pushes = tuple(
-            Pushed(rank, self._step, one.weight, (), 1, one.loss, one.lr, one.work, one.computed, one.drawn)
+            Pushed(rank, self._step, one.weight, measured=Measured(one.loss, one.lr, one.work, one.computed, one.drawn))
             for rank, one in active
         )
         self._step += 1

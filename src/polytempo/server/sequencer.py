@@ -41,7 +41,7 @@ from polytempo.server.resume_rules import Resumption, holding_in, holding_of, re
 from polytempo.server.sample_ledger import SampleLedger
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
 
 #: Digits of figures in records.
 MICROSECONDS = 6
@@ -388,11 +388,13 @@ class Sequencer:
         worker, made, measures = push.id.worker, push.made, push.measures
         content = made if isinstance(made, Content) else None
         hyper = clock.hyper((*made.hyper, *content.rules) if content is not None else made.hyper)
-        event = Pushed(worker, push.id.step, measures.samples, hyper, loss=measures.loss, lr=measures.lr)
+        event = Pushed(worker, push.id.step, measures.samples, hyper)
+        if clock.spec.capabilities.by_speed:
+            event.measured = Measured(None, None, measures.work, measures.computed, measures.drawn)
+        elif measures.loss is not None or measures.lr is not None:
+            event.measured = Measured(measures.loss, measures.lr)
         if clock.spec.mode.averaging is not None or clock.spec.capabilities.by_speed:
             event.count = measures.count
-        if clock.spec.capabilities.by_speed:
-            event.work, event.computed, event.drawn = measures.work, measures.computed, measures.drawn
         figures = push_figures(measures, slot.waited) if self.plan.recorded else None
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
