@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from polytempo.launcher.job_facts import JobFacts
+from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
 from polytempo.session.session import Session, as_current
 from polytempo.train.update import StepRequest
@@ -25,7 +26,8 @@ def seen_on(place: str) -> list[VitalSigns | None]:
                 param.grad = None
             sum((param.square().sum() for param in params), torch.zeros((), device=place)).mul(1.0 + step).backward()
             with torch.no_grad():
-                found.append(signs.look(StepRequest(1.0, skip=False, agreed=False, loss=None if step % 2 else 7.0 + step)))
+                loss = None if step % 2 else 7.0 + step
+                found.append(signs.look(StepRequest(Measures(), skip=False, agreed=False, loss=loss)))
                 for param in params:
                     param.mul_(1.1)
             torch.cuda.synchronize()

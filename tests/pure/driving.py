@@ -21,7 +21,7 @@ from typing import Any
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.adpsgd import PairPolicy
-from polytempo.sync.events import Event, HyperItems, Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Event, HyperItems, Joined, Left, Measured, Pushed, Ticked
 from polytempo.sync.gossip import GossipPolicy
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import parse_spec
@@ -93,7 +93,8 @@ class Job:
         self._pushes += 1
         if self.measured and not of_block:
             of_block = self._figures(worker, self.now if now is None else now)
-        return self.feed(Pushed(worker, self.steps[worker], self._pushes, hyper, **of_block), now)
+        count, measured = of_block.pop("count", 1), Measured(**of_block)
+        return self.feed(Pushed(worker, self.steps[worker], self._pushes, hyper, count, measured), now)
 
     def _figures(self, worker: int, now: float) -> dict[str, Any]:
         """What a push says of itself where the mode follows the workers' speed: some micro-batches, some read ahead."""

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from pushes import push_of
+
 from polytempo.protocol.log import Reply
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import FirstValues
 from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
 from polytempo.records.lines import RecordLine
 from polytempo.server.effects import Checkpoint, Effect, ToShards, ToWorker, WakeAt, Write
@@ -93,7 +96,7 @@ class Bench:
         return self.take(self.sequencer.register(worker, self.lives[worker], optimizer_id, offered, self.now))
 
     def seed(self, worker: int, optimizer_id: str = "0") -> list[Effect]:
-        return self.arrive(worker, -1, optimizer_id=optimizer_id, kind="seed")
+        return self.arrive(worker, -1, optimizer_id=optimizer_id, body=FirstValues())
 
     def leave(self, worker: int, reason: str = "lost") -> list[Effect]:
         return self.take(self.sequencer.left(worker, self.lives[worker], reason, self.now))
@@ -112,7 +115,7 @@ class Bench:
             step = reply.step
         identity = PushId(optimizer_id, worker, self.lives[worker], step)
         facts: dict[str, Any] = {"version": reply.version if reply else 0, "hyper": ({"lr": 0.1},)}
-        return Push(id=identity, **{**facts, **fields})
+        return push_of(identity, **{**facts, **fields})
 
     def send(self, push: Push, shards: Iterable[int] | None = None) -> list[Effect]:
         """It has arrived at these shards, one after the other."""

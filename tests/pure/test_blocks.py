@@ -22,7 +22,7 @@ from polytempo.sync.adacomm import LossPeriod, mean_loss, next_period
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import Corrections
-from polytempo.sync.events import Pushed
+from polytempo.sync.events import Measured, Pushed
 from polytempo.sync.local_sgd import FixedPeriod
 from polytempo.sync.spec import parse_spec
 
@@ -121,9 +121,9 @@ def test_a_rate_that_says_nothing_leaves_the_period_as_it_is(rate: float | None)
 
 
 def test_the_mean_loss_is_weighted_by_samples() -> None:
-    assert mean_loss((Pushed(0, 0, 30, loss=1.0), Pushed(1, 0, 10, loss=5.0))) == 2.0
-    assert mean_loss((Pushed(0, 0, 30, loss=1.0), Pushed(1, 0, 10))) is None
-    assert mean_loss((Pushed(0, 0, 0, loss=1.0),)) is None
+    assert mean_loss((Pushed(0, 0, 30, measured=Measured(1.0)), Pushed(1, 0, 10, measured=Measured(5.0)))) == 2.0
+    assert mean_loss((Pushed(0, 0, 30, measured=Measured(1.0)), Pushed(1, 0, 10))) is None
+    assert mean_loss((Pushed(0, 0, 0, measured=Measured(1.0)),)) is None
 
 
 def test_an_upper_bound_of_the_period() -> None:
@@ -145,7 +145,7 @@ def test_at_a_constant_rate_the_period_is_a_whole_number_and_never_grows(
     rule.start(0.0)
     for loss, took in steps:
         now += took
-        rule.close((Pushed(0, 0, 32, loss=loss, lr=0.1),), (0,), now)
+        rule.close((Pushed(0, 0, 32, measured=Measured(loss, 0.1)),), (0,), now)
         seen.append(rule.period)
     assert all(type(period) is int and period >= 1 for period in seen)
     assert seen == sorted(seen, reverse=True)
@@ -163,7 +163,7 @@ def test_at_any_rate_the_period_is_a_whole_number_within_its_bounds(
     rule = LossPeriod(first, every=1.0, most=most)
     rule.start(0.0)
     for now, (loss, lr) in enumerate(steps, 1):
-        rule.close((Pushed(0, 0, 32, loss=loss, lr=lr),), (0,), float(now))
+        rule.close((Pushed(0, 0, 32, measured=Measured(loss, lr)),), (0,), float(now))
         assert type(rule.period) is int
         assert 1 <= rule.period <= most
 
@@ -267,8 +267,9 @@ def test_the_record_passes_the_checker_and_replays_from_its_text(sync: str, game
     [
         Pushed(1, 2, 32),
         Pushed(1, 2, 32, count=8),
-        Pushed(1, 2, 32, (("lr", 0.1),), 8, 2.5, 0.1),
-        Pushed(1, 2, 32, loss=1e-300),
+        Pushed(1, 2, 32, (("lr", 0.1),), 8, Measured(2.5, 0.1)),
+        Pushed(1, 2, 32, measured=Measured(1e-300)),
+        Pushed(1, 2, 32, count=3, measured=Measured(work=48.0, computed=0.25, drawn=(1, 7))),
     ],
 )
 def test_a_push_is_read_back_from_its_line(push: Pushed) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from pushes import push_of
 
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import PushId
@@ -14,7 +15,7 @@ from polytempo.server.worker_statistics import WorkerStatistics, sum_up
 
 
 def push(**fields: Any) -> Push:
-    return Push(id=PushId("0", 0, 0, 0), **fields)
+    return push_of(PushId("0", 0, 0, 0), **fields)
 
 
 def running(worker: int = 0, at: float = 0.0) -> WorkerStatistics:
@@ -43,7 +44,7 @@ def test_the_display_counts_the_steps_of_a_block_one_by_one() -> None:
         account.pushed(push(count=8))
         account.released(block, float(block))
     assert account.status(4.0).step == account.steps == 24
-    account.discard(push(count=8))
+    account.discard(push(count=8).measures)
     assert account.status(4.0).step == 17  # two blocks of 8, and the one that came to nothing
 
 
@@ -62,7 +63,7 @@ def test_a_discarded_push_is_no_step_and_its_computing_was_wasted() -> None:
     account.pushed(push(samples=16.0, computed=2.0))
     late = push(samples=16.0, computed=3.0)
     account.pushed(late)
-    account.discard(late)
+    account.discard(late.measures)
     assert (account.steps, account.samples, account.discarded, account.wasted_s) == (1, 16.0, 1, 3.0)
     assert account.computing_s == 5.0, "it did compute"
     assert sum_up([account], 10.0, 0.0)["efficiency"] == 0.2

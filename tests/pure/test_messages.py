@@ -15,6 +15,7 @@ from polytempo.errors import PeerError
 from polytempo.protocol import log, messages
 from polytempo.protocol.log import LogEntry
 from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Heartbeat, Push, Resend, Stop, decode, encode
+from polytempo.protocol.push import NewState, Word
 from polytempo.protocol.values import PushId, WireMessage
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(AnyMessage)}
@@ -216,7 +217,8 @@ def test_a_pickle_is_refused_and_not_loaded(protocol: int) -> None:
     raw = pickle.dumps(Bomb(), protocol)
     with pytest.raises(PeerError, match="a message was refused"):
         decode(raw)
-    assert decode(encode(Push(id=ID, state=raw))) == Push(id=ID, state=raw)
+    given = Push(id=ID, body=NewState(state=raw))
+    assert decode(encode(given)) == given
     assert fired == []
     pickle.loads(raw)
     assert fired == ["bomb"], "this test could not have failed"
@@ -225,7 +227,7 @@ def test_a_pickle_is_refused_and_not_loaded(protocol: int) -> None:
 def test_what_looks_like_code_stays_text() -> None:
     fired.clear()
     code = f"__import__({__name__!r}).set_off('code')"
-    hostile = Push(id=PushId(code, 0, 0, 0), kind=code, hyper=({code: code},))
+    hostile = Push(id=PushId(code, 0, 0, 0), body=Word(touched=code, hyper=({code: code},)))
     assert decode(encode(hostile)) == hostile
     assert fired == []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pushes import push_of
 
 from polytempo.protocol.messages import LeaseSamples, Push, SamplesLeased
 from polytempo.protocol.values import Position, PushId
@@ -27,7 +28,7 @@ def ask(request: int, count: int = 4, epoch: int = 0, turn: int = 0, length: int
 
 def made_of(*ranges: tuple[int, int], worker: int = 0, epoch: int = 0, length: int = 20) -> Push:
     place = Position(epoch, sum(stop - start for start, stop in ranges), "a", done=ranges, length=length)
-    return Push(id=PushId("0", worker, 0, 0), positions=(place,))
+    return push_of(PushId("0", worker, 0, 0), positions=(place,))
 
 
 def parts_of(ledger: SampleLedger) -> Parts:
@@ -135,8 +136,8 @@ def test_what_was_only_looked_at_is_in_no_checkpoint() -> None:
 
 def test_one_that_says_nothing_of_its_data_has_not_gone_back() -> None:
     ledger = SampleLedger(1)
-    ledger.counted(Push(id=PushId("0", 0, 0, 0), positions=(Position(0, 16),)))
-    ledger.counted(Push(id=PushId("0", 0, 0, 1)))
+    ledger.counted(push_of(PushId("0", 0, 0, 0), positions=(Position(0, 16),)))
+    ledger.counted(push_of(PushId("0", 0, 0, 1)))
     assert parts_of(ledger) == [{"sampler": "", "epoch": 0, "size": 1, "taken": [16]}]
     assert ledger.parts({0}, ()) == [], "its last push is not applied"
 
@@ -172,7 +173,7 @@ class Trainee:
         self.read -= 1
         positions = self.ledger.trained()
         assert len(positions) == 1
-        return Push(id=PushId("0", self.rank, 0, 0), positions=positions)
+        return push_of(PushId("0", self.rank, 0, 0), positions=positions)
 
     def turn_over(self) -> None:
         """The pass is over, or left."""
@@ -200,7 +201,7 @@ class Job:
 
     def apply(self, push: Push) -> None:
         self.ledger.applied([push])
-        for place in push.positions:
+        for place in push.measures.positions:
             order = self.cut(place.epoch).order
             self.trained.update((place.epoch, order[at]) for span in place.done for at in range(*span))
 

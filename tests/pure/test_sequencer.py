@@ -9,6 +9,7 @@ from sequencing import Bench, entries_in, only, replies_in, told_in
 
 from polytempo.protocol.log import Drop, LoadState, ReadHere, Reply, Seed, Update
 from polytempo.protocol.messages import Held, MetricReport, ReadRequest, Refused
+from polytempo.protocol.push import NewState, NewValues
 from polytempo.protocol.values import PushId, UpdatePart
 from polytempo.records.replay import replay
 from polytempo.server.effects import ToShards
@@ -185,40 +186,59 @@ def test_a_late_push_is_dropped_and_its_worker_goes_on_where_the_job_is() -> Non
 
 # Other kinds of push.
 
+STATE = NewState(state=b"")
+
 
 def test_the_optimizers_state_is_loaded_at_one_place_of_the_log() -> None:
     bench = Bench("asp", size=1).start()
     identity = PushId("0", 0, 0, -2)
-    assert entries_in(bench.push(0, -2, kind="state", attempt=2)) == [LoadState(id=identity, place=2)]
-    assert entries_in(bench.push(0, -2, kind="state", attempt=3)) == [LoadState(id=identity, place=3, again=True)]
+    assert entries_in(bench.push(0, -2, body=STATE, attempt=2)) == [LoadState(id=identity, place=2)]
+    assert entries_in(bench.push(0, -2, body=STATE, attempt=3)) == [LoadState(id=identity, place=3, again=True)]
     assert bench.sequencer.statistics[0].steps == 0
 
 
-def loads_of(bench: Bench, *given: tuple[int, int, str, bytes]) -> list[bool]:
-    """Worker, number, kind and digest of each load; was it taken?"""
-    entries = [only(LoadState, entries_in(bench.push(w, n, kind=kind, digest=digest))) for w, n, kind, digest in given]
+def state_of(digest: bytes) -> NewState:
+    return NewState(state=b"", digest=digest)
+
+
+def values_of(digest: bytes) -> NewValues:
+    return NewValues(digest=digest)
+
+
+def loads_of(bench: Bench, *given: tuple[int, int, NewState | NewValues]) -> list[bool]:
+    """Worker, number and what it gives, of each load; was it taken?"""
+    entries = [only(LoadState, entries_in(bench.push(worker, number, body=body))) for worker, number, body in given]
     return [not entry.again for (entry,) in entries]
 
 
 def test_what_several_workers_load_alike_as_their_nth_is_loaded_once() -> None:
     bench = Bench("asp", size=3).start()
-    assert loads_of(bench, (0, -2, "state", b"a")) == [True]
+    assert loads_of(bench, (0, -2, state_of(b"a"))) == [True]
     bench.push(0, 0)
-    assert loads_of(bench, (1, -2, "state", b"a"), (2, -2, "state", b"other")) == [False, True]
-    assert loads_of(bench, (0, -3, "values", b"v"), (0, -4, "state", b"a")) == [True, True]  # back to it, with intent
-    assert loads_of(bench, (1, -3, "state", b"a"), (1, -4, "values", b"v")) == [False, False]
+    assert loads_of(bench, (1, -2, state_of(b"a")), (2, -2, state_of(b"other"))) == [
+        False,
+        True,
+    ]
+    assert loads_of(bench, (0, -3, values_of(b"v")), (0, -4, state_of(b"a"))) == [
+        True,
+        True,
+    ]  # back to it, with intent
+    assert loads_of(bench, (1, -3, state_of(b"a")), (1, -4, values_of(b"v"))) == [False, False]
 
 
 def test_in_rounds_the_values_of_all_are_taken() -> None:
     bench = Bench("bsp", size=2).start()
-    assert loads_of(bench, (0, -2, "values", b"v"), (1, -2, "values", b"v")) == [True, True]
-    assert loads_of(bench, (0, -3, "state", b"s"), (1, -3, "state", b"s")) == [True, False]
+    assert loads_of(bench, (0, -2, values_of(b"v")), (1, -2, values_of(b"v"))) == [True, True]
+    assert loads_of(bench, (0, -3, state_of(b"s")), (1, -3, state_of(b"s"))) == [
+        True,
+        False,
+    ]
 
 
 def test_few_loads_are_remembered() -> None:
     bench = Bench("asp", size=2).start()
     for number in range(-2, -2 * REMEMBERED, -1):
-        assert loads_of(bench, (0, number, "state", b"s")) == [True]
+        assert loads_of(bench, (0, number, state_of(b"s"))) == [True]
     assert len(bench.sequencer.clocks["0"]._loaded) == REMEMBERED
 
 
@@ -271,7 +291,7 @@ def test_an_answer_that_was_lost_is_given_again_once_from_a_new_place() -> None:
 def test_an_answer_to_a_loaded_state_is_given_again_without_loading_it_again() -> None:
     bench = Bench("asp", size=1).start()
     mine = PushId("0", 0, 0, -2)
-    (load,) = entries_in(bench.push(0, -2, kind="state"))
+    (load,) = entries_in(bench.push(0, -2, body=STATE))
     (again,) = entries_in(bench.sequencer.repeat(mine, load.place))
     assert isinstance(again, LoadState)
     assert again.again

@@ -5,19 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.protocol.messages import Push
-from polytempo.protocol.values import PushId
+from polytempo.protocol.push import Measures
 from polytempo.records.lines import event_line, event_of
 from polytempo.records.step_figures import MIN_KEPT, FigureLog, StepFigures, figures_from, figures_of
 from polytempo.server.sequencer import push_figures
-from polytempo.sync.events import Pushed
+from polytempo.sync.events import Measured, Pushed
 
 
 def test_time_waited_for_others_is_no_part_of_an_exchange():
-    push = Push(id=PushId("0", 1, 0, 5), computed=0.3, input=0.1, exchanged=0.5, work=64.0)
-    assert push_figures(push, waited=0.45) == {"work": 64.0, "computed": 0.3, "input": 0.1, "exchanged": 0.05}
-    assert "exchanged" not in push_figures(push, waited=0.6)  # two clocks: it is never below 0
-    assert push_figures(Push(id=PushId("0", 1, 0, 0)), waited=0.0) == {}
+    measures = Measures(computed=0.3, input=0.1, exchanged=0.5, work=64.0)
+    assert push_figures(measures, waited=0.45) == {"work": 64.0, "computed": 0.3, "input": 0.1, "exchanged": 0.05}
+    assert "exchanged" not in push_figures(measures, waited=0.6)  # two clocks: it is never below 0
+    assert push_figures(Measures(), waited=0.0) == {}
 
 
 def test_figures_stand_on_the_line_and_change_no_event():
@@ -25,7 +24,7 @@ def test_figures_stand_on_the_line_and_change_no_event():
     line = event_line(event, 2.0, {"input": 0.1, "exchanged": 0.05})
     assert line == {**event_line(event, 2.0), "input": 0.1, "exchanged": 0.05}
     assert event_of(line) == event
-    measured = Pushed(1, 5, 32, work=32.0, computed=0.123456789)
+    measured = Pushed(1, 5, 32, measured=Measured(work=32.0, computed=0.123456789))
     assert event_of(event_line(measured, 2.0, {"computed": 0.123457})) == measured  # what the policy was given
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Release, Wake
 from polytempo.sync.anytime import MARGIN, aligned, lost
-from polytempo.sync.events import Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Joined, Left, Measured, Pushed, Ticked
 from polytempo.sync.shares import ShareWeights, cut
 from polytempo.sync.spec import parse_spec
 
@@ -59,7 +59,7 @@ class Balanced:
         times = {worker: seconds(worker, samples) for worker, samples in shares.items()}
         for worker, share in shares.items():
             drawn = (0, self.round + self.ahead)
-            push = Pushed(worker, self.round, share, work=share, computed=times[worker], drawn=drawn)
+            push = Pushed(worker, self.round, share, measured=Measured(None, None, share, times[worker], drawn))
             actions = self.policy.handle(push, self.now + times[worker])
         self.now += max(times.values())
         self.round += 1
@@ -129,7 +129,7 @@ def test_members_that_come_and_go_get_shares_from_what_is_known() -> None:
     policy, at = job.policy, job.round
     assert [type(action) for action in policy.handle(Joined(3), job.now)][1:] == [Hold], "it starts with the next round"
     for worker in (0, 1):
-        policy.handle(Pushed(worker, at, 100, work=100, computed=1.0, drawn=(0, at + 2)), job.now)
+        policy.handle(Pushed(worker, at, 100, measured=Measured(None, None, 100, 1.0, (0, at + 2))), job.now)
     actions = policy.handle(Left(2, "lost"), job.now)
     releases = only(Release, actions)
     assert sorted(release.worker for release in releases) == [0, 1, 3]
@@ -186,9 +186,9 @@ class Timed:
             end = self.deadline * (1 + MARGIN)
             counts[worker] = count = (int(end / each) if each < math.inf else 0) if self.deadline else self.micro
             push = Pushed(worker, self.round, count * self.size, count=count)
-            push.work, push.computed = count * self.size, count * each if count else 0.0
+            push.measured = Measured(work=count * self.size, computed=count * each if count else 0.0)
             if tell_abandoned and not count:
-                push.work, push.computed = self.size, each
+                push.measured = Measured(work=self.size, computed=each)
             actions = self.policy.handle(push, self.now + self.deadline)
         self.now += self.deadline
         self.take(actions)
@@ -317,8 +317,10 @@ def test_micro_batches_of_different_sizes_are_expected_at_theirs() -> None:
     policy.handle(Joined(0), 0.0)
     policy.handle(Joined(1), 0.0)
     for number in range(3):
-        policy.handle(Pushed(0, number, 4 * 16.0, count=4, work=64.0, computed=1.0), number + 1.0)
-        actions = policy.handle(Pushed(1, number, 2 * 64.0, count=2, work=128.0, computed=1.0), number + 1.0)
+        policy.handle(Pushed(0, number, 4 * 16.0, count=4, measured=Measured(work=64.0, computed=1.0)), number + 1.0)
+        actions = policy.handle(
+            Pushed(1, number, 2 * 64.0, count=2, measured=Measured(work=128.0, computed=1.0)), number + 1.0
+        )
     (apply,) = only(Apply, actions)
     assert apply.divisor == 4 * 16 + 2 * 64
 
@@ -345,7 +347,7 @@ def started(workers: int, sync: str = "anytime:2"):
 
 
 def push(policy, worker: int, step: int, now: float) -> list[Action]:
-    return policy.handle(Pushed(worker, step, 8.0, count=1, work=8.0, computed=1.0), now)
+    return policy.handle(Pushed(worker, step, 8.0, count=1, measured=Measured(work=8.0, computed=1.0)), now)
 
 
 def test_a_round_closes_without_the_overdue_and_their_push_is_discarded() -> None:

@@ -18,7 +18,7 @@ from polytempo.protocol.values import Position
 from polytempo.session.ledger import Ledger, SamplerPass, united
 from polytempo.sync.balance import SharesBySpeed
 from polytempo.sync.directives import NextShares
-from polytempo.sync.events import Pushed
+from polytempo.sync.events import Measured, Pushed
 from polytempo.sync.joint_batches import BatchShape, EpochCut, checked_cost
 
 EACH = 4
@@ -311,7 +311,7 @@ class Job:
             assert taken == [place for one in places for span in one.done for place in range(*span)] or len(places) > 1
             assert sorted(taken) == sorted(place for one in places for span in one.done for place in range(*span))
             work, drawn = float(len(taken)), self.workers[rank].ledger.freeze()
-            pushes.append(Pushed(rank, self.round, work, work=work, computed=work / speeds[rank], drawn=drawn))
+            pushes.append(Pushed(rank, self.round, work, measured=Measured(None, None, work, work / speeds[rank], drawn)))
         if not steps:
             return None
         self.round += 1

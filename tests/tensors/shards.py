@@ -10,6 +10,7 @@ import torch
 from polytempo.device.device import Device
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import Content, Gradient
 from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
 from polytempo.server.optimizer_state import SegmentState, as_bytes, dtype_name
 from polytempo.server.optimizers import is_whole
@@ -64,15 +65,22 @@ class Stores:
         return [by_index[index].view(shape).clone() for index, shape in enumerate(self.shapes)]
 
     def update(
-        self, *pushes: tuple[float, Tensors], rate: float = 1.0, barrier: bool = True, square: float = 0.0, **fields: Any
+        self,
+        *pushes: tuple[float, Tensors],
+        rate: float = 1.0,
+        barrier: bool = True,
+        square: float = 0.0,
+        version: int = 0,
+        kind: type[Content] = Gradient,
+        **fields: Any,
     ) -> None:
         """One update of these pushes (samples, tensors) on every shard; `square` is the squared norm over all shards."""
-        fields.setdefault("hyper", self.hyper)
+        body = kind(**{"hyper": self.hyper, **fields})
         for shard, store in enumerate(self.stores):
-            parts = [
-                (Push(id=PushId("0", worker, 0, store.version), **fields), samples, self.cut(tensors, shard))
-                for worker, (samples, tensors) in enumerate(pushes)
-            ]
+            parts = []
+            for worker, (samples, tensors) in enumerate(pushes):
+                push = Push(id=PushId("0", worker, 0, store.version), version=version, body=body)
+                parts.append((push, samples, self.cut(tensors, shard)))
             store.update(parts, rate, barrier, lambda own: square or own)
 
     def step(self, gradients: Sequence[torch.Tensor | None], **fields: Any) -> None:

@@ -29,6 +29,7 @@ from polytempo.protocol.messages import (
     decode,
     encode,
 )
+from polytempo.protocol.push import FirstValues, Gradient
 from polytempo.protocol.values import DeviceRange, OptimizerSpec, PushId, TensorInfo
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.testing.threads import ThreadJob
@@ -83,7 +84,7 @@ class DeviceWorker:
                 break
             for index, stretches in enumerate(self.layout.shards):
                 parts = [as_bytes(self.values[s.dtype][s.start : s.stop]) for s in stretches]
-                push = Push(id=PushId("0", self.rank, self.incarnation, -1), kind="seed")
+                push = Push(id=PushId("0", self.rank, self.incarnation, -1), body=FirstValues())
                 self.channels[index].send(encode(push), parts)
         self.take(shard, buffers)
         for _ in range(len(self.channels) - 1):
@@ -112,11 +113,12 @@ class DeviceWorker:
             channel.send(encode(message), [words])
         return [self.next(DeviceShared)[1].refusal for _ in self.channels]
 
-    def announce(self, **fields: Any) -> int:
+    def announce(self, attempt: int = 0, **fields: Any) -> int:
         """The header of the next push, to all servers; its fence."""
         self.exchange += 1
         identity = PushId("0", self.rank, self.incarnation, self.step)
-        push = Push(id=identity, fence=self.exchange, hyper=self.spec.groups, **fields)
+        body = Gradient(fence=self.exchange, hyper=self.spec.groups, **fields)
+        push = Push(id=identity, attempt=attempt, body=body)
         for channel in self.channels:
             channel.send(encode(push))
         return self.exchange

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
 from polytempo.sync.adacomm import LossPeriod
-from polytempo.sync.events import Pushed
+from polytempo.sync.events import Measured, Pushed
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
@@ -52,7 +52,7 @@ def by_the_rule(first: int, losses: Callable[[int], float], steps: int = STEPS, 
         block.append(losses(step))
         if len(block) == rule.period:
             now += 1.0
-            rule.close((Pushed(0, 0, 1, loss=sum(block) / len(block), lr=lr),), (0,), now)
+            rule.close((Pushed(0, 0, 1, measured=Measured(sum(block) / len(block), lr)),), (0,), now)
             block = []
         found.append(rule.period)
     return found

@@ -17,6 +17,7 @@ from torch import nn
 from polytempo.checkpoints import whole_checkpoints
 from polytempo.errors import JobEnded
 from polytempo.launcher.job_facts import JobFacts
+from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
@@ -165,8 +166,8 @@ def signs_of(params: list[nn.Parameter]) -> tuple[Session, StepSigns]:
     return session, StepSigns(session, params)
 
 
-def request(**fields: Any) -> StepRequest:
-    return StepRequest(**{"samples": 1.0, "skip": False, "agreed": False, **fields})
+def request(samples: float = 1.0, **fields: Any) -> StepRequest:
+    return StepRequest(**{"measures": Measures(samples=samples), "skip": False, "agreed": False, **fields})
 
 
 def test_the_loss_is_what_backward_was_called_on() -> None:

@@ -28,6 +28,7 @@ from helpers import (
 from torch import nn
 
 from polytempo.errors import UsageError
+from polytempo.protocol.push import Measures
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
@@ -268,7 +269,7 @@ def test_a_neighbour_that_dies_after_its_push_and_before_its_values_are_through_
             if step == 2 and session.rank != 0:
                 through.wait(30)
             if (session.rank, step) == (2, 2):
-                reducer.begin(None, ({"lr": 0.1},), samples=1.0)
+                reducer.begin(None, ({"lr": 0.1},), Measures())
                 session.flushing.clear()
                 session.world().close(politely=False)
                 return 0.0, 0.0

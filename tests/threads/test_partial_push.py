@@ -13,6 +13,7 @@ from torch import nn
 
 from polytempo.client.connections import ServerConnections
 from polytempo.protocol.messages import AnyMessage, PartialPush, Push
+from polytempo.protocol.push import Gradient
 from polytempo.reducer import partial_push
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
@@ -36,7 +37,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[AnyMessage]:
     send = ServerConnections.send
 
     def spy(self: ServerConnections, shard: int, message: AnyMessage, buffers: Any = ()) -> None:
-        if isinstance(message, PartialPush) or (isinstance(message, Push) and message.kind == "gradient"):
+        if isinstance(message, PartialPush) or (isinstance(message, Push) and isinstance(message.body, Gradient)):
             found.append(message)
         send(self, shard, message, buffers)
 
@@ -74,8 +75,8 @@ def test_all_buckets_go_ahead_of_the_push_which_then_carries_nothing(servers: in
         assert_equal(train(job)[0], by_itself(1))
     pushes = [message for message in sent if isinstance(message, Push)]
     assert len(pushes) == STEPS * servers
-    assert not any(push.patches for push in pushes)
-    assert sum(len(push.sent_buckets) for push in pushes) == len(sent) - len(pushes) > STEPS * servers
+    assert not any(push.body.patches for push in pushes)
+    assert sum(len(push.body.sent_buckets) for push in pushes) == len(sent) - len(pushes) > STEPS * servers
 
 
 def test_the_first_buckets_are_those_of_the_last_layers_as_the_first_backward_showed(sent: list[AnyMessage]) -> None:
@@ -107,7 +108,7 @@ def test_what_is_changed_between_backward_and_step_goes_again(sent: list[AnyMess
         optimizer.step()
     with ThreadJob(1) as job:
         assert_equal(train(job, scale)[0], weights(model))
-    assert all(push.patches and push.sent_buckets for push in sent if isinstance(push, Push))
+    assert all(push.body.patches and push.body.sent_buckets for push in sent if isinstance(push, Push))
 
 
 def test_accumulation_sends_only_the_last_backward(sent: list[AnyMessage]) -> None:
@@ -124,7 +125,7 @@ def test_accumulation_sends_only_the_last_backward(sent: list[AnyMessage]) -> No
     with ThreadJob(1) as job:
         job.run(work)
     assert [type(message) for message in sent].count(Push) == 1
-    assert not [push for push in sent if isinstance(push, Push) and push.patches]
+    assert not [push for push in sent if isinstance(push, Push) and push.body.patches]
 
 
 def test_zero_grad_without_step_drops_what_was_sent(sent: list[AnyMessage]) -> None:
@@ -137,7 +138,7 @@ def test_zero_grad_without_step_drops_what_was_sent(sent: list[AnyMessage]) -> N
         assert_equal(train(job, forget)[0], start)
     pushes = [message for message in sent if isinstance(message, Push)]
     assert len(sent) > len(pushes) == STEPS, "buckets went during backward"
-    assert all(push.absent == (0, 1, 2, 3) and push.sent_buckets == () for push in pushes)
+    assert all(push.body.absent == (0, 1, 2, 3) and push.body.sent_buckets == () for push in pushes)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -18,6 +18,7 @@ from worlds import open_worlds
 
 from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
+from polytempo.protocol.push import Measures
 from polytempo.reducer.group_sums import GroupSums
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.round_exchange import RoundOutcome
@@ -65,10 +66,11 @@ class Driver:
                 view.add_(param.grad, alpha=len(batch[0])) if self.count else view.copy_(param.grad * len(batch[0]))
         self.samples, self.count = self.samples + len(batch[0]), self.count + 1
 
-    def exchange(self, **about: Any) -> RoundOutcome:
-        total, given = (self.buffer, (self.samples, self.count)) if self.count else (None, (0.0, 0))
+    def exchange(self, busy: bool = False) -> RoundOutcome:
+        total = self.buffer if self.count else None
+        measures = Measures(samples=float(self.samples), count=self.count, computed=0.01, busy=busy)
         self.samples = self.count = 0
-        return self.rounds.exchange(total, *given, self.optimizer._hyper.now(), computed=0.01, **about)
+        return self.rounds.exchange(total, self.optimizer._hyper.now(), measures, ())
 
     def round(self, batches: Sequence[Batch]) -> RoundOutcome:
         for batch in batches:
@@ -255,7 +257,7 @@ def test_a_worker_that_dies_after_its_push(hosts: int) -> None:
         if session.rank == 2:
             driver.add(data[0][2])
             hyper = driver.optimizer._hyper.now()
-            driver.rounds.reducer.begin(driver.buffer, hyper, samples=6, count=1, computed=0.01)
+            driver.rounds.reducer.begin(driver.buffer, hyper, Measures(samples=6, computed=0.01))
             pushed.set()
             session._close_world(politely=False)
             return None

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import polytempo as pt
-from polytempo.protocol.values import VitalSigns
+from polytempo.protocol.push import MOST_SIGNS, Measures, no_steps
+from polytempo.protocol.values import Position, VitalSigns
 from polytempo.records.files import read_events
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.input_watch import MOST_SIGNS, InputWatch, add_figures
+from polytempo.train.input_watch import InputWatch
 
 INPUT, COMPUTE, STEPS = 0.02, 0.01, 4
 
@@ -63,10 +64,10 @@ def test_a_copy_or_a_saved_model_does_not_measure():
     file.seek(0)
     for other in (twin, torch.load(file, weights_only=False)):
         assert torch.equal(other(torch.ones(2, 4)), model.forward(torch.ones(2, 4)))
-    assert watch.take(lambda now: 1.0, 2.0) == {}
+    assert watch.take(lambda now: 1.0, 2.0) == (0.0, None)
     model(torch.ones(2, 4))
     model(torch.ones(3, 4))
-    assert watch.take(lambda now: 1.0, 2.0) == {"input": 1.0, "work": 8.0}  # of the first forward pass
+    assert watch.take(lambda now: 1.0, 2.0) == (1.0, 8.0)  # of the first forward pass
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # a FutureWarning since torch 2.15
@@ -83,7 +84,7 @@ def test_a_model_is_as_it_was_after_its_first_forward_pass_and_at_the_end():
     watch.stop()
     assert not model._forward_pre_hooks
     scripted = torch.jit.script(model)
-    assert InputWatch(scripted).take(lambda now: 1.0, 2.0) == {}
+    assert InputWatch(scripted).take(lambda now: 1.0, 2.0) == (0.0, None)
 
 
 @pytest.mark.proof  # torch.compile takes seconds to import
@@ -99,22 +100,33 @@ def test_a_compiled_model_is_one_graph():
 
 
 def test_figures_of_several_steps_are_added_up():
-    sums: dict[str, float] = {}
-    for about in ({"input": 1.0, "other": 5}, {"input": 2.0, "work": 3.0}, {}):
-        add_figures(sums, about)
-        assert "input" not in about
-        assert "work" not in about
-    assert sums == {"input": 3.0, "work": 3.0}
+    sums = no_steps()
+    for step in (Measures(input=1.0, computed=2.0, gradient_digest=7), Measures(input=2.0, work=3.0, size=4.0), Measures()):
+        sums.add(step)
+    assert sums == Measures(samples=3.0, count=3, computed=2.0, input=3.0, work=3.0, size=4.0, gradient_digest=7), (
+        "what is not known of a step is left out of a sum"
+    )
+
+
+def test_places_of_several_steps_are_all_those_dealt_out_or_else_the_last() -> None:
+    def places(*each: Position) -> tuple[Position, ...]:
+        sums = no_steps()
+        for one in each:
+            sums.add(Measures(positions=(one,)))
+        return sums.positions
+
+    even = [Position(0, 16), Position(0, 32)]
+    dealt = [Position(0, 4, done=((start, start + 4),), length=20) for start in (0, 8)]
+    assert places(*even) == (even[1],)
+    assert places(*dealt) == (*dealt,)
 
 
 def test_vital_signs_of_several_steps_are_told_of_as_many_as_there_is_room_for():
-    sums: dict[str, tuple[VitalSigns, ...]] = {}
+    sums = no_steps()
     seen = [VitalSigns(float(step), 1.0, 0.1, 1.0) for step in range(100)]
     for count, signs in enumerate(seen, 1):
-        about = {"vital_signs": (signs,)}
-        add_figures(sums, about)
-        assert about == {}
-        told = list(sums["vital_signs"])
+        sums.add(Measures(vital_signs=(signs,)))
+        told = list(sums.vital_signs)
         assert told == seen[:count] if count <= MOST_SIGNS else MOST_SIGNS // 2 < len(told) <= MOST_SIGNS
         assert told[-1] is signs
         assert told == sorted(told, key=seen.index)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -48,6 +49,7 @@ from polytempo.protocol.messages import (
     Welcome,
     encode,
 )
+from polytempo.protocol.push import FirstValues, Gradient, Measures, NewState
 from polytempo.protocol.values import (
     BufferRange,
     Keys,
@@ -69,7 +71,8 @@ pytestmark = pytest.mark.timeout(60)
 
 ME, SIZE = 1, 6
 MINE = PushId("0", ME, 0, 0)
-GOOD = Push(id=MINE, hyper=({"lr": 0.1},))
+GOOD = Push(id=MINE, body=Gradient(hyper=({"lr": 0.1},)))
+STATE = PushId("0", ME, 0, -2)
 WHOLE = [numpy.zeros(4 * SIZE, dtype=numpy.uint8)]
 TENSOR = TensorInfo("w", (2,), "float32", 0)
 PLAN = OptimizerSpec(sync="asp", apply="server", optimizer="SGD", tensors=(TENSOR,), groups=({"lr": 0.1},))
@@ -85,12 +88,26 @@ class Case:
     closed: bool = True
 
 
+class Idea(msgspec.Struct, tag="idea", array_like=True):
+    """What no push brings."""
+
+
 def bytes_of(*sizes: int) -> tuple[Bytes, ...]:
     return tuple(numpy.zeros(size, dtype=numpy.uint8) for size in sizes)
 
 
 def push(**changes: Any) -> Case:
+    """Of the head."""
     return Case(replace(GOOD, **changes), bytes_of(4 * SIZE))
+
+
+def measured(**changes: Any) -> Case:
+    return push(measures=Measures(**changes))
+
+
+def brings(*sizes: int, **changes: Any) -> Case:
+    """Of the body; buffers of these sizes."""
+    return Case(replace(GOOD, body=replace(GOOD.body, **changes)), bytes_of(*sizes))
 
 
 def register(name: str = "9", **changes: Any) -> Case:
@@ -114,31 +131,29 @@ OF_A_WORKER = {
     "a push of another life": push(id=PushId("0", ME, 3, 0)),
     "a push out of turn": by_the_mode(push(id=PushId("0", ME, 0, 5))),
     "a push before the first step": push(id=PushId("0", ME, 0, -5)),
-    "a weight that is no number": push(samples=math.nan),
-    "a weight without end": push(samples=math.inf),
-    "a weight below nothing": push(samples=-1.0),
-    "a count of steps below one": push(count=0),
-    "a time that is no number": push(computed=math.nan),
-    "an unknown kind": push(kind="idea"),
-    "a seed for a step": push(kind="seed"),
-    "a state for a step": push(kind="state"),
-    "a state that is none": Case(replace(GOOD, kind="state", id=PushId("0", ME, 0, -2), state=b"\xc1")),
-    "a state of another model": Case(
-        replace(GOOD, kind="state", id=PushId("0", ME, 0, -2), state=b"\x91\x94\xa7float16\x00\x02\x80")
-    ),
-    "too many groups": push(hyper=({"lr": 0.1}, {"lr": 0.1})),
-    "no learning rate": push(hyper=({"momentum": 0.1},)),
-    "a learning rate that is a word": push(hyper=({"lr": "fast"},)),
-    "a tensor that is not there": push(absent=(5,)),
-    "a tensor below the first": push(absent=(-1,)),
+    "a weight that is no number": measured(samples=math.nan),
+    "a weight without end": measured(samples=math.inf),
+    "a weight below nothing": measured(samples=-1.0),
+    "a count of steps below one": measured(count=0),
+    "a time that is no number": measured(computed=math.nan),
+    "an unknown kind": push(body=Idea()),
+    "a seed for a step": push(body=FirstValues()),
+    "a state for a step": push(body=NewState(state=b"")),
+    "a state that is none": Case(Push(id=STATE, body=NewState(state=b"\xc1"))),
+    "a state of another model": Case(Push(id=STATE, body=NewState(state=b"\x91\x94\xa7float16\x00\x02\x80"))),
+    "too many groups": brings(4 * SIZE, hyper=({"lr": 0.1}, {"lr": 0.1})),
+    "no learning rate": brings(4 * SIZE, hyper=({"momentum": 0.1},)),
+    "a learning rate that is a word": brings(4 * SIZE, hyper=({"lr": "fast"},)),
+    "a tensor that is not there": brings(4 * SIZE, absent=(5,)),
+    "a tensor below the first": brings(4 * SIZE, absent=(-1,)),
     "no buffers": Case(GOOD),
     "too many buffers": Case(GOOD, bytes_of(4 * SIZE, 4 * SIZE)),
     "a short buffer": Case(GOOD, bytes_of(4 * SIZE - 4)),
-    "rows of a table that is not there": Case(replace(GOOD, rows=(RowPart(3),)), bytes_of(4 * SIZE, 8, 4)),
-    "rows that did not come": Case(replace(GOOD, rows=(RowPart(0),))),
-    "wants of a table that is not there": Case(replace(GOOD, wants=(Want(-1),)), bytes_of(4 * SIZE, 8)),
-    "pieces outside the shard": Case(replace(GOOD, patches=(BufferRange(0, 8, 8 + 4 * SIZE),)), bytes_of(4 * SIZE)),
-    "buckets that never came": harmless(replace(GOOD, sent_buckets=(SentBucket(0, 1),))),
+    "rows of a table that is not there": brings(4 * SIZE, 8, 4, rows=(RowPart(3),)),
+    "rows that did not come": brings(rows=(RowPart(0),)),
+    "wants of a table that is not there": brings(4 * SIZE, 8, wants=(Want(-1),)),
+    "pieces outside the shard": brings(4 * SIZE, patches=(BufferRange(0, 8, 8 + 4 * SIZE),)),
+    "buckets that never came": harmless(brings(sent_buckets=(SentBucket(0, 1),)).message),
     "a bucket that is not as long as it says": Case(
         PartialPush(id=MINE, bucket=0, serial=0, pieces=(BufferRange(0, 0, 9),)), bytes_of(4)
     ),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from polytempo.protocol.messages import Answer, Held, Push, ReadAnswer
+from polytempo.protocol.push import Content, FirstValues
 from polytempo.protocol.values import BufferRange, RowAnswer, SentBucket
 from polytempo.transport.channel import Bytes
 
 #: What a push of first values says beside them, and for each shard its buffers.
-MakeSeed = Callable[[], tuple[dict[str, Any], list[list[Bytes]]]]
+MakeSeed = Callable[[], tuple[FirstValues, list[list[Bytes]]]]
 #: For each shard the rows that came with its answer, and their buffers.
 RowsOfShards = dict[int, tuple[tuple[RowAnswer, ...], list[Bytes]]]
 
@@ -26,7 +26,7 @@ class Outstanding:
     push: Push
     parts: list[list[Bytes]]  # for each shard its dense buffers
     rows: list[list[Bytes]] = field(default_factory=list)  # and those of its tables
-    plain: Callable[[], tuple[Push, list[list[Bytes]]]] | None = None  # the push and its rows without cached keys
+    plain: Callable[[], tuple[Content, list[list[Bytes]]]] | None = None  # the body and its rows without cached keys
     blocks: list[Bytes] = field(default_factory=list)  # of the client's arena, in which rows lie
     answers: dict[int, dict[int, tuple[Answer, list[Bytes]]]] = field(default_factory=dict)  # by place of the log and shard
 

@@ -16,6 +16,7 @@ import msgspec
 from polytempo.client.client_state import ClientState, Outstanding, PartlySent, split_rows
 from polytempo.client.connections import ServerConnections
 from polytempo.protocol.messages import Answer, Push, PushStatus, Repeat, StatusReply
+from polytempo.protocol.push import Content
 from polytempo.protocol.values import PushId
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes
@@ -53,11 +54,12 @@ class Exchanges:
         if sent is None:
             self._send(waiting)
             return
+        assert isinstance(push.body, Content)
         for shard, (partial, patches, rest) in enumerate(sent):
             if partial:
                 rows = waiting.rows[shard] if waiting.rows else []
-                named = msgspec.structs.replace(push, sent_buckets=partial, patches=patches)
-                self._connections.send(shard, named, [*rest, *rows])
+                body = msgspec.structs.replace(push.body, sent_buckets=partial, patches=patches)
+                self._connections.send(shard, msgspec.structs.replace(push, body=body), [*rest, *rows])
             else:
                 self._connections.send(shard, push, waiting.buffers(shard))
 
@@ -70,8 +72,8 @@ class Exchanges:
         state = self.states[name]
         assert state.seed is not None
         identity = PushId(name, self._rank, self._incarnation, -1)
-        about, parts = state.seed()
-        self._send(Outstanding(Push(id=identity, kind="seed", **about), parts))
+        body, parts = state.seed()
+        self._send(Outstanding(Push(id=identity, body=body), parts))
 
     def undecided(self) -> list[str]:
         """Optimizers whose deferred answer may say `stop`: the answers before were not certain that it will not."""
@@ -110,8 +112,8 @@ class Exchanges:
     def _send_again(self, shard: int, waiting: Outstanding) -> None:
         self.note_loss()
         if waiting.plain is not None:
-            waiting.push, waiting.rows = waiting.plain()
-            waiting.plain = None
+            body, waiting.rows = waiting.plain()
+            waiting.push, waiting.plain = msgspec.structs.replace(waiting.push, body=body), None
         waiting.push = msgspec.structs.replace(waiting.push, attempt=waiting.push.attempt + 1)
         self._connections.send(shard, waiting.push, waiting.buffers(shard))
 

@@ -16,7 +16,7 @@ import torch
 
 from polytempo.client.client import Client
 from polytempo.client.client_state import Outstanding, RowsOfShards
-from polytempo.protocol.messages import Push
+from polytempo.protocol.push import Content
 from polytempo.protocol.values import Keys, RowPart, TableInfo, Want
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.tables.routing import Routing, cut_range, join_range, route
@@ -110,16 +110,19 @@ class RowTraffic:
         """Add to a push what the tables have to say. A push that changes nothing still says what is wanted."""
         if not self.tables:
             return waiting
-        lists = [] if waiting.push.skip else self._to_push()
+        body = waiting.push.body
+        assert isinstance(body, Content)
+        lists = [] if body.skip else self._to_push()
         wanted = [(number, ids) for number, table in enumerate(self.tables) if (ids := table.wanted()) is not None]
         wants = [Listed(number, route(ids, self._client.shards)) for number, ids in wanted]
         pairs = zip(wanted, wants, strict=True)
         self._wanted[waiting.push.id.step] = [(ids, w.routing) for (_, ids), w in pairs if w.routing is not None]
-        head = msgspec.structs.replace(waiting.push, rules=tuple(table.hyper() for table in self.tables))
+        ruled = msgspec.structs.replace(body, rules=tuple(table.hyper() for table in self.tables))
         blocks: list[Bytes] = []
-        push, buffers = self._listed(head, [*lists, *wants], cached=True, blocks=blocks)
-        plain = lambda: self._listed(head, [*lists, *wants], cached=False, blocks=blocks)  # noqa: E731
-        caches = any(part.keys for part in push.rows) or any(want.keys for want in push.wants)
+        listed, buffers = self._listed(ruled, [*lists, *wants], cached=True, blocks=blocks)
+        plain = lambda: self._listed(ruled, [*lists, *wants], cached=False, blocks=blocks)  # noqa: E731
+        caches = any(part.keys for part in listed.rows) or any(want.keys for want in listed.wants)
+        push = msgspec.structs.replace(waiting.push, body=listed)
         return Outstanding(push, waiting.parts, buffers, plain if caches else None, blocks)
 
     def _to_push(self) -> list[Listed]:
@@ -140,16 +143,16 @@ class RowTraffic:
         return replace(listed, cuts=[cut.to(getattr(torch, form)) for cut in listed.cuts])
 
     def _listed(
-        self, head: Push, lists: Sequence[Listed], cached: bool, blocks: list[Bytes]
-    ) -> tuple[Push, list[list[Bytes]]]:
-        """A push that names these rows, and for each shard their buffers; the blocks some of them lie in are noted."""
+        self, body: Content, lists: Sequence[Listed], cached: bool, blocks: list[Bytes]
+    ) -> tuple[Content, list[list[Bytes]]]:
+        """What names these rows, and for each shard their buffers; the blocks some of them lie in are noted."""
         keys = [self._keys(listed, cached) for listed in lists]
         both = list(zip(lists, keys, strict=True))
         forms = [table.form for table in self.tables]
         parts = tuple(RowPart(one.table, one.span, key, forms[one.table]) for one, key in both if one.cuts is not None)
         wants = tuple(Want(listed.table, key) for listed, key in both if listed.cuts is None)
         buffers = [[self._shared(b, blocks) for b in _buffers(shard, both)] for shard in range(self._client.shards)]
-        return msgspec.structs.replace(head, rows=parts, wants=wants), buffers
+        return msgspec.structs.replace(body, rows=parts, wants=wants), buffers
 
     def _shared(self, buffer: Bytes, blocks: list[Bytes]) -> Bytes:
         """The same bytes in memory that servers of this host can read."""

@@ -22,9 +22,10 @@ class DuplicateBatches:
 
     def look_at(self, push: Push) -> str:
         """A push is here: what there is to say, if anything."""
-        if not push.gradient_digest or self._said:
+        digest = push.measures.gradient_digest
+        if not digest or self._said:
             return ""
-        first = self._seen.setdefault(push.id.step, {}).setdefault(push.gradient_digest, push.id.worker)
+        first = self._seen.setdefault(push.id.step, {}).setdefault(digest, push.id.worker)
         if first == push.id.worker:
             return ""
         self._said = True

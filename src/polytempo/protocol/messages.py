@@ -25,24 +25,20 @@ import msgspec
 
 from polytempo.errors import PeerError
 from polytempo.protocol.log import LogEntry
+from polytempo.protocol.push import Measures, PushBody, StepBody
 from polytempo.protocol.values import (
     BufferRange,
     ClosedRound,
     DeviceRange,
     OptimizerSpec,
-    Position,
     Pull,
     PulledRows,
     PushId,
     RowAnswer,
-    RowPart,
     SavedObject,
-    SentBucket,
     Share,
     TrainingProgress,
     UnknownKeys,
-    VitalSigns,
-    Want,
     WireMessage,
 )
 from polytempo.sync.directives import Directive
@@ -74,50 +70,24 @@ class Register(WireMessage):
     optimizer_spec: OptimizerSpec
 
 
-class Push(WireMessage):
-    """An update; its part for this shard follows in the buffers, one for each dtype that the shard holds."""
+class Push(WireMessage, omit_defaults=True):
+    """An update, or values beside the updates; see `push.py` for what it is made of."""
 
     id: PushId
+    body: PushBody
     attempt: int = 0  #: how often it was sent before; the content is the same
     version: int = 0  #: of the values it was computed on
-    kind: str = "gradient"  #: "gradient", "delta", "value", "peers" (it stays at the worker), "seed", "state" or "values"
-    samples: float = 1.0  #: its weight
-    size: float | None = None  #: samples that it was made of, where the script or its sampler has said so
-    hyper: tuple[dict[str, Any], ...] = ()
-    absent: tuple[int, ...] = ()  #: tensors without a gradient
-    skip: bool = False  #: counts as a step, changes nothing
-    nonfinite: bool = False
-    computed: float = 0.0  #: seconds since the last answer
-    exchanged: float = 0.0  #: seconds of the last exchange
-    sent: int = 0
-    received: int = 0
-    positions: tuple[Position, ...] = ()  #: of every sampler that trains
-    state: bytes = b""  #: description of the optimizer state in the buffers, for kind "state"
-    digest: bytes = b""  #: for kinds "state" and "values": of all that is given
-    sent_buckets: tuple[SentBucket, ...] = ()  #: what was sent ahead and counts
-    patches: tuple[BufferRange, ...] = ()  #: if that is so: what the buffers are
-    rows: tuple[RowPart, ...] = ()  #: of tables; their buffers come after the dense ones
-    wants: tuple[Want, ...] = ()  #: rows that the answer shall bring; the buffers of their ids come last
-    rules: tuple[dict[str, Any], ...] = ()  #: hyper-parameters of each table's rule
-    count: int = 1  #: local steps whose gradients are in it
     own: int = 0  #: pushes of this worker since `version`, which do not make this one stale
-    values: bool = True  #: shall the answer bring the dense values?
-    touched: str = ""  #: a parameter that the script has written to since the last step
+    sent: int = 0  #: bytes by this worker so far
+    received: int = 0
     asked: bool = False  #: has this worker asked whether to stop?
-    gradient_digest: int = 0  #: a digest of the gradient, in the first few pushes
-    loss: float | None = None  #: the mean loss of the local steps in it, where the mode asks for it
-    lr: float | None = None  #: the learning rate of the last of them
-    work: float | None = None  #: what its micro-batches cost: their samples, or in the units of the sampler's `cost`
-    input: float = 0.0  #: of `computed`, the seconds before the first forward pass: waiting for data
-    drawn: tuple[int, int] | None = None  #: the last batch that the worker's sampler has handed out: pass, number
-    busy: bool = False  #: sent by the communication thread at a deadline, while the worker computes
-    fence: int = 0  #: not 0: no dense buffers follow; the gradient lies in shared device memory, once its fence is here
-    vital_signs: tuple[VitalSigns, ...] = ()  #: of its steps, or of some of them
+    measures: Measures = msgspec.field(default_factory=Measures)
 
     @property
-    def taken(self) -> float:
-        """The samples that it counts for in budgets and figures."""
-        return self.samples if self.size is None else self.size
+    def made(self) -> StepBody:
+        """What a step has made, in pushes of steps."""
+        assert isinstance(self.body, StepBody)
+        return self.body
 
 
 class ShareDevice(WireMessage):

@@ -11,7 +11,7 @@ from typing import Any
 from polytempo.errors import RecordError
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
 from polytempo.sync.directives import NextBlock, NextDeadline, NextMixing, NextShares
-from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
 
 RecordLine = dict[str, Any]
 
@@ -32,8 +32,9 @@ def event_line(event: Event, now: float, figures: RecordLine | None = None) -> R
     push says of its worker beside what the policy is given (`step_figures.py`)."""
     if isinstance(event, Pushed):
         line = {"t": now, "kind": "push", "worker": event.worker, "step": event.step, "samples": event.samples}
-        more: RecordLine = {"count": event.count if event.count != 1 else None, "loss": event.loss, "lr": event.lr}
-        more |= {"work": event.work, "computed": event.computed, "drawn": event.drawn and list(event.drawn)}
+        measured = event.measured
+        more: RecordLine = {"count": event.count if event.count != 1 else None, "loss": measured.loss, "lr": measured.lr}
+        more |= {"work": measured.work, "computed": measured.computed, "drawn": measured.drawn and list(measured.drawn)}
         line |= {name: value for name, value in more.items() if value is not None}
         line |= {name: value for name, value in (figures or {}).items() if name not in line}
         return line if not event.hyper else {**line, "hyper": dict(event.hyper)}
@@ -111,9 +112,10 @@ def event_of(line: RecordLine) -> Event | None:
         kind = line["kind"]
         if kind == "push":
             hyper = tuple(line.get("hyper", {}).items())
-            more = {name: line[name] for name in ("count", "loss", "lr", "work", "computed") if name in line}
             drawn = tuple(line["drawn"]) if "drawn" in line else None
-            return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper, **more, drawn=drawn)
+            told = {name: line[name] for name in ("loss", "lr", "work", "computed") if name in line}
+            measured = Measured(**told, drawn=drawn)
+            return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper, line.get("count", 1), measured)
         if kind == "join":
             return Joined(line["worker"])
         if kind == "leave":

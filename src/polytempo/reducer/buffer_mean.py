@@ -6,6 +6,7 @@ import torch
 
 from polytempo.collectives.group import RankGroup
 from polytempo.protocol.optimizer_names import number_of, part_of
+from polytempo.protocol.push import Measures
 from polytempo.protocol.values import OptimizerSpec, TensorInfo
 from polytempo.reducer.flat_buffer import describe
 from polytempo.reducer.server_reducer import ServerReducer
@@ -36,7 +37,7 @@ class BufferMean:
         reducer = self._reducer_for(describe(tensors, [name for name, _ in floating], [0] * len(floating)))
         torch._foreach_copy_(self._copies, tensors)
         buffer, _ = reducer.buffer_of(lambda copy: copy)
-        reducer.push(buffer, ())
+        reducer.push(buffer, (), Measures())
         torch._foreach_copy_(tensors, self._copies)
 
     def _ranks(self) -> RankGroup:

@@ -38,6 +38,7 @@ from polytempo.profile_ranges import profiled
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
+from polytempo.protocol.push import Measures, Word, no_steps
 from polytempo.protocol.training_troubles import ended_early
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
@@ -51,7 +52,7 @@ from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.directives import Directive
-from polytempo.sync.events import Pushed
+from polytempo.sync.events import Measured, Pushed
 from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Pool
 
@@ -361,7 +362,7 @@ class RuleByBallot:
         """A round has ended with the ballots of these ranks."""
         active = [(rank, ballot) for rank, ballot in zip(ranks, ballots, strict=True) if not ballot.ran_out]
         pushes = tuple(
-            Pushed(rank, self._step, one.weight, (), 1, one.loss, one.lr, one.work, one.computed, one.drawn)
+            Pushed(rank, self._step, one.weight, measured=Measured(one.loss, one.lr, one.work, one.computed, one.drawn))
             for rank, one in active
         )
         self._step += 1
@@ -441,29 +442,36 @@ class CollectiveReducer(Reducer):
 
     # A step.
 
-    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def begin(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+    ) -> None:
         began = time.perf_counter()
-        skip, self._averages, self._count = buffer is None, average, about.get("count", 1)
+        skip, self._averages, self._count = buffer is None, average, measures.count
         if self._clock is not None:
             # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
             # mean and, should another have died in it, waits for this rank to form the group again.
             self._clock.wait_for(self.step)
-            self._clock.push(hyper, self.traffic(), skip=skip, **about)
+            self._clock.push(Word(hyper=hyper, absent=tuple(absent), skip=skip), measures, self.traffic())
             self._clock.step += 1
-        early = self._blocks and about.get("count") != self.period  # its worker stands at another step of a schedule
+        early = self._blocks and measures.count != self.period  # its worker stands at another step of a schedule
         self._hyper = "" if early else _lines(hyper)
         self._ballot = Ballot(
-            about.get("samples", 1.0),
+            measures.samples,
             skips=skip,
-            absent=frozenset(about.get("absent", ())),
+            absent=frozenset(absent),
             touched=bool(self.copier.watch.touched),
-            gradient=about.get("gradient_digest", 0),
-            loss=about.get("loss"),
-            lr=about.get("lr"),
+            gradient=measures.gradient_digest,
+            loss=measures.loss,
+            lr=measures.lr,
             seconds=self._rule.seconds() if self._rule is not None else 0.0,
-            work=about.get("work"),
-            computed=about.get("computed"),
-            drawn=about.get("drawn"),
+            work=measures.work if self._measured else None,
+            computed=measures.computed,
+            drawn=measures.drawn,
         )
         if self.hooks is None and average:
             self._rounds.launch(self._ballot.weight)
@@ -500,7 +508,7 @@ class CollectiveReducer(Reducer):
     def join(self) -> bool:
         if self._clock is not None and self.session.client is not None:  # the sequencer waits for this rank, too
             self._clock.wait_for(self.step)
-            self._clock.push((), self.traffic(), samples=0.0, count=0)
+            self._clock.push(Word(), no_steps(), self.traffic())
             self._clock.step += 1
             self.step += 1
         return self._finish(Ballot(0.0, ran_out=True), "").over

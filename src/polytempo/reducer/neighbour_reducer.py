@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
+from polytempo.protocol.push import Measures, Word
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.model_mean import FIRST_VALUES, FillMessage, ModelMean
@@ -90,11 +90,19 @@ class NeighbourReducer(Reducer):
 
     # A step.
 
-    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
-        """Report a step."""
+    def begin(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+        skip: bool = False,
+    ) -> None:
+        """Report a step; `skip`: it has changed nothing."""
         began = time.perf_counter()
         self.copier.watch.touched = ""  # models differ: what a script writes to one is its own
-        self._clock.push(hyper, self.traffic(), **about)
+        self._clock.push(Word(hyper=hyper, skip=skip), measures, self.traffic())
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:

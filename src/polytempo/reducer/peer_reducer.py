@@ -8,7 +8,6 @@ the divisor; then the sum is made (`round_sums.py`), and each worker runs the wr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
 from polytempo.protocol.optimizer_names import number_of
+from polytempo.protocol.push import Measures, Word
 from polytempo.protocol.values import ClosedRound, OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.group_sums import GroupSums, RoundGroups
@@ -51,6 +51,7 @@ class PeerReducer(Reducer):
         self.round_groups = RoundGroups(self.messages)
         self.sums: RoundSums = self._shared() if session.job.meeting else GroupSums(self.messages, self.round_groups)
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
+        self.touched = ""  #: a parameter that the script has written to, which the next report tells
         self.given_up: Callable[[], bool] = lambda: False  #: does this worker leave the job, and wait for no answer?
         self._start_from(self.answer.shares[0].worker)
 
@@ -93,10 +94,18 @@ class PeerReducer(Reducer):
 
     # A round.
 
-    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def begin(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+    ) -> None:
         """Report this worker's part of a round."""
         self.sums.put(buffer, self.step)
-        self._clock.push(hyper, self.traffic(), **{"skip": False, **about})
+        touched, self.touched = self.touched, ""
+        self._clock.push(Word(hyper=hyper, absent=tuple(absent), touched=touched), measures, self.traffic())
 
     def finish(self) -> None:
         """Wait until the round has ended; `answer` says how. In the communication thread: the script may use the client."""

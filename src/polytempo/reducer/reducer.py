@@ -26,6 +26,7 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.collectives.group import RankGroup
 from polytempo.protocol.layout import Layout
+from polytempo.protocol.push import Measures
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
@@ -71,20 +72,35 @@ class Reducer(ABC):
         buffer = self.copier.next_buffer()
         return buffer, self.copier.gather(buffer, of)
 
-    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def push(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+    ) -> None:
         """Take part in a step, and wait as the mode says: `begin` and `finish` in one."""
-        self.begin(buffer, hyper, average, **about)
+        self.begin(buffer, hyper, measures, absent, average)
         self.finish()
 
     @abstractmethod
-    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def begin(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+    ) -> None:
         """Send this worker's part of a round. One round is under way at a time, and the buffer stays as it is meanwhile.
 
         Args:
             buffer: What this worker contributes; None for a step that changes nothing.
             hyper: The hyper-parameters of all groups.
+            measures: What is said of the worker's steps; it is not written to from here on.
+            absent: The indices of the parameters that have no gradient, ascending.
             average: False where `agree` has made `.grad` the mean in this step already.
-            **about: More fields of the `Push` message: `samples`, `absent`, `computed`, ...
         """
 
     @abstractmethod

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polytempo.protocol.push import Measures
 from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
@@ -65,16 +66,15 @@ class RoundExchange(ABC):
 
     @abstractmethod
     def exchange(
-        self, total: FlatBuffer | None, samples: float, count: int, hyper: GroupValues, **about: Any
+        self, total: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int]
     ) -> RoundOutcome:
         """Take part in a round, and wait until it has ended. Called in the communication thread, once for each round.
 
         Args:
             total: The sum of `samples * gradient` over the micro-batches; it may be written to. None where there is none.
-            samples: Of all micro-batches; 0 with None.
-            count: The number of micro-batches, 0 or more.
-            hyper: The hyper-parameters of all groups, as of the last of them.
-            **about: More fields of the `Push` message: `absent`, `computed`, `busy`, `positions`, `nonfinite`, ...
+            hyper: The hyper-parameters of all groups, as of the last micro-batch.
+            measures: Of all micro-batches; with None there are no samples.
+            absent: The indices of the parameters for which none has a gradient, ascending.
 
         Returns:
             What the script's thread installs, and the next round.

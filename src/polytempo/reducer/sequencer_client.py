@@ -5,11 +5,10 @@ The sequencer decides which workers are in a round, and keeps the record and the
 
 from __future__ import annotations
 
-from typing import Any
-
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import FirstValues, Measures, Word
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes
@@ -23,24 +22,24 @@ class SequencerClient:
         self.client: Client = session.client
         self._session, self.state = session, state
         with session.lock:
-            self.client.register(state.name, spec, lambda: ({}, self._no_data()), state)
+            self.client.register(state.name, spec, lambda: (FirstValues(), self._no_data()), state)
         self.step = state.released
         self.waited = 0.0  #: seconds of the last round
 
     def _no_data(self) -> list[list[Bytes]]:
         return [[] for _ in range(self.client.shards)]
 
-    def push(self, hyper: tuple[dict[str, Any], ...], traffic: tuple[int, int], **about: Any) -> None:
+    def push(self, word: Word, measures: Measures, traffic: tuple[int, int]) -> None:
         """Report a step."""
+        if measures.exchanged is None:
+            measures.exchanged = self.waited
         push = Push(
             id=PushId(self.state.name, self.client.rank, self.client.incarnation, self.step),
-            kind="peers",
             version=self.state.version,
-            hyper=hyper,
             sent=traffic[0],
             received=traffic[1],
-            exchanged=about.pop("exchanged", self.waited),
-            **about,
+            measures=measures,
+            body=word,
         )
         with self._session.lock:
             self.client.push(Outstanding(push, self._no_data()))

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import msgspec
 import torch
@@ -27,6 +26,7 @@ from polytempo.errors import UsageError
 from polytempo.optim.worker_momentum import GradientMomentum, dense
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
+from polytempo.protocol.push import Change, FirstValues, Gradient, LocalValues, Measures, NewState, NewValues
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
@@ -70,8 +70,7 @@ class ServerValues:
     def load_state(self, segments: Sequence[SegmentState]) -> None:
         """Replace the optimizer's state."""
         state, buffers = pack(segments)
-        push = Push(id=self._next_id(), kind="state", state=state, digest=digest_of_bytes(buffers, state))
-        self._push(push, [buffers for _ in range(self._client.shards)])
+        self._push(NewState(state=state, digest=digest_of_bytes(buffers, state)), [buffers] * self._client.shards)
 
     def load_values(self, copier: Copier) -> None:
         """Replace the values by this worker's."""
@@ -79,14 +78,11 @@ class ServerValues:
             self._buffer = FlatBuffer(self._layout, self._client.pool, pinned=False)
         copier.gather(self._buffer, lambda param: param.detach())
         digest = digest_of_bytes(data for part in self._buffer.parts for data in part)
-        push = Push(id=self._next_id(), kind="values", touched=copier.watch.touched, digest=digest)
-        self._push(push, self._buffer.parts)
+        self._push(NewValues(touched=copier.watch.touched, digest=digest), self._buffer.parts)
 
-    def _next_id(self) -> PushId:
+    def _push(self, body: NewState | NewValues, parts: list[list[Bytes]]) -> None:
         self._loads -= 1
-        return PushId(self._name, self._client.rank, self._client.incarnation, self._loads)
-
-    def _push(self, push: Push, parts: list[list[Bytes]]) -> None:
+        push = Push(id=PushId(self._name, self._client.rank, self._client.incarnation, self._loads), body=body)
         with self._session.lock:
             self._client.settle(self._name)
             self._client.push(Outstanding(push, parts))
@@ -141,6 +137,10 @@ class ServerReducer(Reducer):
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
         self.holds_state = spec.apply == "server" and momentum is None
+        self.pulls = True  #: shall answers bring the dense values?
+        self.own = 0  #: pushes of this worker since the version that the next one is made on
+        changes, replaces = spec.apply == "delta", self._sync.capabilities.rounds or self._sync.averaging is not None
+        self._content = Gradient if not changes else LocalValues if replaces else Change
         self._momentum = momentum
         shares_memory = hooked and momentum is None  # gradients live in the flat buffer
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
@@ -151,8 +151,8 @@ class ServerReducer(Reducer):
         self._own: OwnPushes | None = None
         if delay and self._sync.worker_momentum:
             members, departed = spec.members or range(session.size), self.client.departed
-            about = members, departed, self.client_state, spec.apply == "delta"
-            self._own = OwnPushes(self.copier, self.layout, self._sync, *about)
+            changes = spec.apply == "delta"
+            self._own = OwnPushes(self.copier, self.layout, self._sync, members, departed, self.client_state, changes)
             self.taker.install = self._own.install
         if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
             self.client.exchanges.overlap()
@@ -229,14 +229,14 @@ class ServerReducer(Reducer):
                 {segment.dtype: segment.state["residual"] for segment in self._values.read_segments("filters")}
             )
 
-    def _seed(self) -> tuple[dict[str, Any], list[list[Bytes]]]:
+    def _seed(self) -> tuple[FirstValues, list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
         buffer = FlatBuffer(self.layout, self.client.pool) if self.copier.on_device else self.copier.next_buffer()
         self.copier.gather(buffer, lambda param: param.detach())
         state, buffers = pack(self._initial_state) if self._initial_state else (b"", [])
         rows, of_rows = self.rows.seed()
-        about = {"state": state, "rows": rows}
-        return about, [[*part, *buffers, *own] for part, own in zip(buffer.parts, of_rows, strict=True)]
+        parts = [[*part, *buffers, *own] for part, own in zip(buffer.parts, of_rows, strict=True)]
+        return FirstValues(state=state, rows=rows), parts
 
     def _partial_pushes(self) -> PartialPushes | None:
         """Where bytes must travel, buckets are sent while backward runs."""
@@ -294,24 +294,44 @@ class ServerReducer(Reducer):
         with torch.no_grad():
             buffer.found_finite(index, momentum.push(param, dense(param.grad), buffer.view(index), keeps))
 
-    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def push(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+    ) -> None:
         with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
-            super().push(buffer, hyper, average, **about)
+            super().push(buffer, hyper, measures, absent, average)
 
-    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def begin(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+    ) -> None:
         self.take_answer()
         began = time.perf_counter()
         skip = buffer is None
+        if measures.exchanged is None:
+            measures.exchanged = self.waited
         push = Push(
             id=self._identity(),
             version=self.client_state.version,
-            hyper=hyper,
-            skip=skip,
+            own=self.own,
             sent=self.client.bytes_sent,
             received=self.client.bytes_received,
-            exchanged=about.pop("exchanged", self.waited),
-            fence=self._exchange.pushed() if self._exchange is not None else 0,
-            **about,
+            measures=measures,
+            body=self._content(
+                hyper=hyper,
+                absent=tuple(absent),
+                skip=skip,
+                values=self.pulls,
+                fence=self._exchange.pushed() if self._exchange is not None else 0,
+            ),
         )
         empty = buffer is None or self._exchange is not None
         parts = [[] for _ in range(self.client.shards)] if buffer is None or empty else self.filters.of(buffer)
@@ -382,7 +402,7 @@ class ServerReducer(Reducer):
         mean = self._agreement
         mean.renew()
         buffer, absent = (None, ()) if skip else mean.gradients()
-        mean.push(buffer, (), samples=samples, absent=absent)
+        mean.push(buffer, (), Measures(samples=samples), absent)
         return mean.client_state.skipped
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:

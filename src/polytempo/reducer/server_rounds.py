@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from polytempo.client.background_wait import BackgroundWait
 from polytempo.errors import JobEnded, UsageError
+from polytempo.protocol.push import Measures
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import GroupValues
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome, deadline_of
@@ -43,14 +43,14 @@ class ServerRounds(RoundExchange):
         return self._buffers
 
     def exchange(
-        self, total: FlatBuffer | None, samples: float, count: int, hyper: GroupValues, **about: Any
+        self, total: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int]
     ) -> RoundOutcome:
         reducer = self._server_reducer
         if total is not None:
             views = list(total.views.values())
-            torch._foreach_div_(views, samples)  # servers weigh means by samples
+            torch._foreach_div_(views, measures.samples)  # servers weigh means by samples
         with torch.no_grad():
-            reducer.begin(total, hyper, samples=samples, count=count, **about)
+            reducer.begin(total, hyper, measures, absent)
             if not self._wait.for_release(reducer.client_state, reducer.step + 1, lambda: self.given_up):
                 raise JobEnded("this worker has left its job")
             reducer.answered()

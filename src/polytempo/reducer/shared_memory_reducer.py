@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from polytempo.errors import PeerError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.optimizer_names import number_of, number_of_part
+from polytempo.protocol.push import Measures, Word
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
@@ -161,9 +161,16 @@ class SharedMemoryReducer(Reducer):
 
     # A step.
 
-    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, average: bool = True, **about: Any) -> None:
+    def begin(
+        self,
+        buffer: FlatBuffer | None,
+        hyper: GroupValues,
+        measures: Measures,
+        absent: Sequence[int] = (),
+        average: bool = True,
+    ) -> None:
         self._averages = average
-        self._report(self._clock, hyper, buffer is None, about)
+        self._report(self._clock, Word(hyper=hyper, absent=tuple(absent), skip=buffer is None), measures)
 
     def finish(self) -> None:
         self._take_part(self._clock, self._averages)
@@ -172,21 +179,20 @@ class SharedMemoryReducer(Reducer):
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         if self._agreement is None:
             self._agreement = SequencerClient(self.session, self.spec, ClientState(f"{self.name}/mean"))
-        about: dict[str, Any] = {"samples": samples}
-        if not skip:
-            about["absent"] = self.gradients()[1]
-        self._report(self._agreement, (), skip, about)
+        absent = () if skip else self.gradients()[1]
+        self._report(self._agreement, Word(absent=absent, skip=skip), Measures(samples=samples))
         self._take_part(self._agreement, True)
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped
 
-    def _report(self, clock: SequencerClient, hyper: GroupValues, skip: bool, about: dict[str, Any]) -> None:
+    def _report(self, clock: SequencerClient, word: Word, measures: Measures) -> None:
         """Begin a round of a clock: this worker's slot is filled."""
         began = time.perf_counter()
-        if self._on_device is not None and not skip:
+        if self._on_device is not None and not word.skip:
             self._on_device.wait_until_filled()
-        clock.push(hyper, self.traffic(), skip=skip, touched=self.copier.watch.touched, **about)
+        word.touched = self.copier.watch.touched
+        clock.push(word, measures, self.traffic())
         self._took = time.perf_counter() - began
 
     def _take_part(self, clock: SequencerClient, average: bool) -> None:

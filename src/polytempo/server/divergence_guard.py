@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import Change, LocalValues, Measures
 from polytempo.protocol.training_troubles import Circumstances, diverged, not_finite
 from polytempo.server.effects import Diverged
 from polytempo.server.optimizer_clock import OptimizerClock
@@ -29,7 +30,7 @@ class DivergenceGuard:
 
     def pushed(self, clock: OptimizerClock, push: Push, step: int) -> list[Diverged]:
         """A push was accepted; the first divergence, if it shows that. `step`: the worker's, for people."""
-        found = self._look(clock, push)
+        found = self._look(clock, push.measures)
         if found is None or self._told:
             return []
         circumstances = circumstances_of(clock, push, self._statistics)
@@ -38,20 +39,20 @@ class DivergenceGuard:
             self._told = diverged(clock.version, found.loss, found.start, found.change, found.gradient, found.size)
             return [Diverged(self._told, circumstances.advice)]
         averages = clock.spec.capabilities.averages
-        on_values = not push.nonfinite or averages or push.kind in ("value", "delta")
+        on_values = not push.measures.nonfinite or averages or isinstance(push.body, Change | LocalValues)
         self._told = not_finite(push.id.worker, step, "model" if on_values else "gradient")
         return [Diverged(self._told, circumstances.advice_on_nonfinite)]
 
-    def _look(self, clock: OptimizerClock, push: Push) -> Divergence | None:
-        nonfinite = push.nonfinite and push.samples > 0  # what weighs nothing changes nothing
-        if not push.vital_signs and not nonfinite:
+    def _look(self, clock: OptimizerClock, measures: Measures) -> Divergence | None:
+        nonfinite = measures.nonfinite and measures.samples > 0  # what weighs nothing changes nothing
+        if not measures.vital_signs and not nonfinite:
             return None
         if clock.name not in self._rules:
             self._rules[clock.name] = DivergenceRule(len(clock.optimizer_spec.members) or self._size)
         rule = self._rules[clock.name]
         if nonfinite:
             return rule.add_nonfinite()
-        return rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size) for signs in push.vital_signs])
+        return rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size) for signs in measures.vital_signs])
 
     def summary(self) -> dict[str, Any]:
         """What went wrong first, at which update, and whether the training has come back; empty where nothing did."""
@@ -63,7 +64,8 @@ class DivergenceGuard:
 
 def circumstances_of(clock: OptimizerClock, push: Push, statistics: Sequence[WorkerStatistics]) -> Circumstances:
     """How the optimizer of this push trains."""
-    group: dict[str, Any] = push.hyper[0] if push.hyper else {}
+    hyper = push.made.hyper
+    group: dict[str, Any] = hyper[0] if hyper else {}
     rate = group.get("local lr", group.get("lr"))
     averages = clock.spec.capabilities.averages
     on_servers = clock.optimizer_spec.apply == "server" and not averages

@@ -43,6 +43,17 @@ from polytempo.protocol.messages import (
     ShareDevice,
     StatusReply,
 )
+from polytempo.protocol.push import (
+    Change,
+    Content,
+    FirstValues,
+    Gradient,
+    LocalValues,
+    NewState,
+    NewValues,
+    Word,
+    row_buffers,
+)
 from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, Pull, PulledRows, PushId, UnknownKeys
 from polytempo.server.device_share import DeviceShare, open_share
 from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
@@ -50,7 +61,6 @@ from polytempo.server.fence_watch import FenceWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, unpack
 from polytempo.server.shard import PushBuffer, Shard
 from polytempo.server.shard_executor import EndShares, KeepHere, PullHere, ShardExecutor, WorkerReply
-from polytempo.server.shard_tables import row_buffers
 from polytempo.server.validation import check_fit, check_hyper, check_keep, check_push, check_state
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
@@ -126,17 +136,17 @@ class ReceivedBuckets:
         self._drop((identity.optimizer_id, identity.worker, identity.incarnation, partial.bucket))
         self._kept[identity.optimizer_id, identity.worker, identity.incarnation, partial.bucket] = partial, buffers
 
-    def assemble(self, push: Push, buffers: list[Bytes], sizes: Sequence[int]) -> list[Bytes] | None:
+    def assemble(self, push: PushId, content: Content, buffers: list[Bytes], sizes: Sequence[int]) -> list[Bytes] | None:
         """The push as if it had come whole; None when a bucket that it names is not here."""
-        if not push.sent_buckets and not push.patches:
+        if not content.sent_buckets and not content.patches:
             return buffers
-        found = list(self._found(push))
-        if len(found) < len(push.sent_buckets):
+        found = list(self._found(push, content))
+        if len(found) < len(content.sent_buckets):
             return None
         pairs = [(piece, data) for partial, parts in found for piece, data in zip(partial.pieces, parts, strict=True)]
-        if len(push.patches) != len(buffers):
+        if len(content.patches) != len(buffers):
             raise PeerError("a push was refused: it has more pieces than it names, or fewer")
-        pairs += zip(push.patches, buffers, strict=True)
+        pairs += zip(content.patches, buffers, strict=True)
         if sum(data.nbytes for _, data in pairs) != sum(sizes):
             raise PeerError(f"a push was refused: its pieces do not add up to the {sum(sizes)} bytes of this shard")
         whole = [self._pool.take(size) for size in sizes]
@@ -144,14 +154,14 @@ class ReceivedBuckets:
             self._put(whole, piece, data)
         for data in buffers:
             self._pool.give(data)
-        for bucket in push.sent_buckets:
-            self._drop((push.id.optimizer_id, push.id.worker, push.id.incarnation, bucket.number))
+        for bucket in content.sent_buckets:
+            self._drop((push.optimizer_id, push.worker, push.incarnation, bucket.number))
         return whole
 
-    def _found(self, push: Push) -> Iterator[tuple[PartialPush, list[Bytes]]]:
-        for bucket in push.sent_buckets:
-            kept = self._kept.get((push.id.optimizer_id, push.id.worker, push.id.incarnation, bucket.number))
-            if kept is not None and kept[0].serial == bucket.serial and kept[0].id == push.id:
+    def _found(self, push: PushId, content: Content) -> Iterator[tuple[PartialPush, list[Bytes]]]:
+        for bucket in content.sent_buckets:
+            kept = self._kept.get((push.optimizer_id, push.worker, push.incarnation, bucket.number))
+            if kept is not None and kept[0].serial == bucket.serial and kept[0].id == push:
                 yield kept
 
     def _put(self, whole: list[Bytes], piece: BufferRange, data: Bytes) -> None:
@@ -185,20 +195,20 @@ class KeyCache:
         """Drop the lists of a worker that has left, or has come anew."""
         self._lists.pop(worker, None)
 
-    def whole(self, push: Push, buffers: Sequence[Bytes]) -> tuple[list[Bytes], list[Bytes]]:
+    def whole(self, worker: int, content: Content, buffers: Sequence[Bytes]) -> tuple[list[Bytes], list[Bytes]]:
         """The dense buffers of a push, and those of its tables with every list of ids; `MissingKeys` when one is missing."""
-        known = sum(self._key(keys).known for keys in _key_lists(push) if keys)
-        count = row_buffers(push) - known
+        known = sum(self._key(keys).known for keys in _key_lists(content) if keys)
+        count = row_buffers(content) - known
         if count > len(buffers):
             raise PeerError(f"a push was refused: {len(buffers)} buffers came, its tables alone need {count}")
         cut = len(buffers) - count
         rest = iter(buffers[cut:])
         result: list[Bytes] = []
-        for part in push.rows:
+        for part in content.rows:
             if part.span is None:
-                result.append(self._filled(push.id.worker, part.keys, rest))
+                result.append(self._filled(worker, part.keys, rest))
             result.append(next(rest))
-        result += [self._filled(push.id.worker, want.keys, rest) for want in push.wants]
+        result += [self._filled(worker, want.keys, rest) for want in content.wants]
         return list(buffers[:cut]), result
 
     def _filled(self, worker: int, keys: Sequence[Keys], rest: Iterator[Bytes]) -> Bytes:
@@ -226,9 +236,9 @@ class KeyCache:
         return as_bytes(ids).copy()  # the memory of pushes is used again
 
 
-def _key_lists(push: Push) -> Iterator[Sequence[Keys]]:
-    yield from (part.keys for part in push.rows if part.span is None)
-    yield from (want.keys for want in push.wants)
+def _key_lists(content: Content) -> Iterator[Sequence[Keys]]:
+    yield from (part.keys for part in content.rows if part.span is None)
+    yield from (want.keys for want in content.wants)
 
 
 class ShardInbox:
@@ -286,18 +296,19 @@ class ShardInbox:
         if whole is None:  # a bucket or a list of ids that it builds on is not here
             return [ToWorker(sender.rank, Resend(id=push.id))]
         self._receipts.received(sender.rank, sender.incarnation, key)
-        if push.fence:
-            return self._await(push, whole, self._share_of(push))
+        if isinstance(push.body, Content) and push.body.fence:
+            return self._await(push, push.body.fence, whole)
         self._arrived[push.id] = push, whole
         return [PushArrived(push)]
 
-    def _await(self, push: Push, whole: list[PushBuffer], share: DeviceShare) -> list[LoopEffect]:
+    def _await(self, push: Push, fence: int, whole: list[PushBuffer]) -> list[LoopEffect]:
         """A push with a fence: it has arrived once that is reached."""
-        share.expect(push.id.step, push.fence)
+        share = self._share_of(push.id)
+        share.expect(push.id.step, fence)
         self._pending[push.id] = push, whole
-        if share.pushed(push.fence):
+        if share.pushed(fence):
             return self._complete(push.id)
-        self._watch.add(push.id, partial(share.pushed, push.fence))
+        self._watch.add(push.id, partial(share.pushed, fence))
         return []
 
     def _complete(self, identity: PushId) -> list[LoopEffect]:
@@ -333,53 +344,63 @@ class ShardInbox:
             raise PeerError(f"worker {sender.rank} shares device memory for this optimizer already")
         self._executor.shares[key] = open_share(message, buffers, shard.device, shard.layout, self._executor.shard)
 
-    def _share_of(self, push: Push) -> DeviceShare:
-        share = self._executor.shares.get((push.id.optimizer_id, push.id.worker, push.id.incarnation))
+    def _share_of(self, push: PushId) -> DeviceShare:
+        share = self._executor.shares.get((push.optimizer_id, push.worker, push.incarnation))
         if share is None:
-            raise PeerError(f"a push was refused: its worker {push.id.worker} shares no device memory with this server")
+            raise PeerError(f"a push was refused: its worker {push.worker} shares no device memory with this server")
         return share
 
     def _whole(self, push: Push, buffers: list[Bytes]) -> list[PushBuffer] | None:
         """A push as the shard wants it; refused when it does not fit, None when a bucket was lost on the way."""
         shard = self._executor.optimizer_shards.get(push.id.optimizer_id)
-        if shard is None and push.kind != "seed":
-            raise PeerError(f"a push was refused: there is no optimizer {push.id.optimizer_id[:40]} yet")
-        if shard is not None:
-            self._check_spec(push, shard.optimizer_spec)
-            if push.kind == "state":
-                check_state(unpack(push.state, buffers), shard.optimizer_spec)
-        if shard is None or push.kind in ("state", "seed") or (push.skip and not push.wants):
-            return list(buffers)
-        if push.kind == "values":
-            shard.check(buffers)
+        match push.body:
+            case FirstValues():
+                pass
+            case _ if shard is None:
+                raise PeerError(f"a push was refused: there is no optimizer {push.id.optimizer_id[:40]} yet")
+            case NewState(state=state):
+                check_state(unpack(state, buffers), shard.optimizer_spec)
+            case NewValues():
+                shard.check(buffers)
+            case Word() as word:
+                check_fit(word, shard.optimizer_spec)
+                if not word.skip:
+                    shard.check(buffers)
+            case Gradient() | Change() | LocalValues() as content:
+                self._check_spec(push.id.optimizer_id, content, shard.optimizer_spec)
+                return self._whole_content(push.id, content, shard, buffers)
+        return list(buffers)
+
+    def _whole_content(self, push: PushId, content: Content, shard: Shard, buffers: list[Bytes]) -> list[PushBuffer] | None:
+        if content.skip and not content.wants:
             return list(buffers)
         rows: list[Bytes] = []
-        if push.rows or push.wants:
-            buffers, rows = self._keys.whole(push, buffers)
-            shard.rows.check_rows(push, rows)
-        if push.skip:
+        if content.rows or content.wants:
+            buffers, rows = self._keys.whole(push.worker, content, buffers)
+            shard.rows.check_rows(content, rows)
+        if content.skip:
             return list(rows)
-        whole = self._dense(push, shard, buffers)
+        whole = self._dense(push, content, shard, buffers)
         if whole is None:
             return None
         shard.check(whole)
         return [*whole, *rows]
 
-    def _dense(self, push: Push, shard: Shard, buffers: list[Bytes]) -> list[PushBuffer] | None:
+    def _dense(self, push: PushId, content: Content, shard: Shard, buffers: list[Bytes]) -> list[PushBuffer] | None:
         """The part of a push that is not of tables: where its worker has put it, or put together from what came."""
-        if push.fence:
+        if content.fence:
             if buffers:
                 raise PeerError(f"a push was refused: {len(buffers)} buffers came with one that has a fence, expected none")
             return list(self._share_of(push).gradients)
-        assembled = self._partial.assemble(push, shard.unfiltered(buffers), shard.expected)
+        assembled = self._partial.assemble(push, content, shard.unfiltered(buffers), shard.expected)
         return None if assembled is None else list(assembled)
 
-    def _check_spec(self, push: Push, spec: OptimizerSpec) -> None:
-        check_fit(push, spec)
-        steps = spec.apply == "server" and spec.tensors and push.kind == "gradient" and not push.skip
-        if steps and push.hyper != self._hyper.get(push.id.optimizer_id):
-            check_hyper(push, spec)
-            self._hyper[push.id.optimizer_id] = push.hyper
+    def _check_spec(self, optimizer_id: str, content: Content, spec: OptimizerSpec) -> None:
+        check_fit(content, spec)
+        steps = spec.apply == "server" and spec.tensors and isinstance(content, Gradient) and not content.skip
+        if steps and content.hyper != self._hyper.get(optimizer_id):
+            check_hyper(content, spec)
+            self._hyper[optimizer_id] = content.hyper
 
     def _push_status(self, sender: Hello, message: PushStatus, buffers: list[Bytes]) -> list[LoopEffect]:
         return self._tell_status(sender, (message.what, message.optimizer_id, message.number))
@@ -458,7 +479,7 @@ class ShardInbox:
         """A push is not applied; its answer shall still bring the rows it wanted."""
         push, buffers = self._arrived.pop(entry.id, (None, []))
         shard = self._executor.optimizer_shards.get(entry.id.optimizer_id)
-        if push is not None and shard is not None and shard.rows and push.kind != "seed":
+        if push is not None and shard is not None and shard.rows and isinstance(push.body, Content):
             self._executor.put(entry, {entry.id: (push, buffers)})
 
     def disconnected(self, sender: Hello) -> None:

@@ -53,12 +53,12 @@ class CheckpointContents:
         return {
             "step": step,
             "exchange": pushes,
-            "steps": self._budget.steps - sum(push.count for push in pending),
-            "samples": self._budget.samples - sum(push.taken for push in pending),
+            "steps": self._budget.steps - sum(push.measures.count for push in pending),
+            "samples": self._budget.samples - sum(push.measures.taken for push in pending),
             "size": self._plan.size,
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
-            "positions": self.ledger.parts({push.id.worker for push in pending if push.positions}, self._lost()),
+            "positions": self.ledger.parts({push.id.worker for push in pending if push.measures.positions}, self._lost()),
             "tracks": {
                 name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version, **_policy(clock)}
                 for name, clock in self._clocks.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 from polytempo.errors import UsageError
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import Measures
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,18 @@ class JobBudget:
     def count(self, push: Push, sign: int = 1, dealt: bool = False) -> None:
         """A push was counted (or, with sign -1, refused after all). `dealt`: the mode deals out batches, and weighs a push
         by its samples."""
-        self._beyond += sign * push.count * self.stopping
+        measures = push.measures
+        self._beyond += sign * measures.count * self.stopping
         self._asked |= push.asked
-        self.unknown |= push.size is None and not dealt and push.samples > 0 and self._limits.samples < math.inf
-        self._largest = max(self._largest[0], push.count), max(self._largest[1], push.taken)
-        self.steps += sign * push.count
-        self.samples += sign * push.taken
+        self.unknown |= measures.size is None and not dealt and measures.samples > 0 and self._limits.samples < math.inf
+        self._largest = max(self._largest[0], measures.count), max(self._largest[1], measures.taken)
+        self.steps += sign * measures.count
+        self.samples += sign * measures.taken
 
-    def discard(self, push: Push) -> None:
+    def discard(self, measures: Measures) -> None:
         """A counted push was not applied."""
-        self.steps -= push.count
-        self.samples -= push.taken
+        self.steps -= measures.count
+        self.samples -= measures.taken
 
     def check(self, now: float) -> None:
         """Decide whether to stop."""

@@ -16,6 +16,7 @@ from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
 from polytempo.protocol.optimizer_names import beside
+from polytempo.protocol.push import NewState, NewValues
 from polytempo.protocol.training_troubles import EarlyEnds
 from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart
 from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
@@ -48,7 +49,7 @@ class WorkerSlot:
     busy: bool = False  # was its last push sent beside the script, which computes? Then it waits for no other
     fenced: bool = False  # does its last push lie in device memory? Then it need not wait for the answer
     loads: int = 0  # what it has given beside its steps is numbered downwards: the last
-    given: dict[str, int] = field(default_factory=dict)  # and by kind, how often
+    given: dict[type, int] = field(default_factory=dict)  # and by kind, how often
     ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
     checkpoint: str = ""  # was made since its last answer
 
@@ -94,7 +95,8 @@ class StepsMade:
     def close(self, heads: Sequence[Push]) -> None:
         """An update is made of these pushes."""
         if self._in_rounds and heads:
-            self._slowest += min(head.count for head in [head for head in heads if head.samples] or heads)
+            measures = [head.measures for head in heads]
+            self._slowest += min(one.count for one in [one for one in measures if one.samples] or measures)
             self.fastest = self._slowest
 
 
@@ -118,7 +120,7 @@ class OptimizerClock:
     made: StepsMade = field(init=False)
     early_ends: EarlyEnds = field(default_factory=EarlyEnds)
     first_step: int = 0  #: of the job: steps that an earlier one has made
-    _loaded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
+    _loaded: dict[tuple[type, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
     _mean: MeanStaleness = field(default_factory=MeanStaleness)
     _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
     _closed: ClosedRound | None = None  # the last round, in modes with deadlines
@@ -149,24 +151,24 @@ class OptimizerClock:
         """Does this worker take its steps?"""
         return not self.optimizer_spec.members or worker in self.optimizer_spec.members
 
-    def has_loaded(self, push: Push) -> bool:
+    def has_loaded(self, push: PushId, given: NewValues | NewState) -> bool:
         """Is what a worker gives beside its steps (optimizer state, values) there already?
 
         A script that loads does so on every worker, and without a barrier a slow one does when others have made steps: what
         several workers give as their n-th, and is the same, is one thing, taken when the first gives it. Values in rounds
         are taken from all: they are compared.
         """
-        slot, number = self.slots[push.id.worker], push.id.step
-        if number >= slot.loads:
+        slot, kind = self.slots[push.worker], type(given)
+        if push.step >= slot.loads:
             return True
-        slot.loads = number
-        if push.kind == "values" and self.spec.capabilities.common:
+        slot.loads = push.step
+        if kind is NewValues and self.spec.capabilities.common:
             return False
-        nth = slot.given[push.kind] = slot.given.get(push.kind, 0) + 1
-        if (push.kind, nth) in self._loaded:
-            return self._loaded[push.kind, nth] == push.digest
-        self._loaded[push.kind, nth] = push.digest
-        self._loaded.pop((push.kind, nth - REMEMBERED), None)
+        nth = slot.given[kind] = slot.given.get(kind, 0) + 1
+        if (kind, nth) in self._loaded:
+            return self._loaded[kind, nth] == given.digest
+        self._loaded[kind, nth] = given.digest
+        self._loaded.pop((kind, nth - REMEMBERED), None)
         return False
 
     def mark(self, line: RecordLine) -> RecordLine:
@@ -185,8 +187,9 @@ class OptimizerClock:
         parts, staleness, hypers = [], [], []
         for index, push in enumerate(action.pushes):
             head = self._counted.pop(id(push))[1]
-            parts.append(UpdatePart(head.id, action.weights[index] if action.weights else head.samples))
-            hypers.append(head.hyper if head.samples else ())
+            samples = head.measures.samples
+            parts.append(UpdatePart(head.id, action.weights[index] if action.weights else samples))
+            hypers.append(head.made.hyper if samples else ())
             own = self.spec.mode.gossip is not None  # a worker's steps are made on its own model, which is never stale
             staleness.append(0 if own else max(self.version - head.version - head.own, 0))
             if push.worker in self.slots:

@@ -107,7 +107,7 @@ class SampleLedger:
                 yield turn, here
 
     def _made_of(self, push: Push) -> Iterator[tuple[Turn, list[Range]]]:
-        for one in push.positions:
+        for one in push.measures.positions:
             yield from self._held(push.id.worker, (one.sampler, one.epoch), one.done)
 
     def left(self, worker: int, pending: Iterable[Push]) -> None:
@@ -123,8 +123,8 @@ class SampleLedger:
     def counted(self, push: Push) -> None:
         """A push was counted."""
         worker = push.id.worker
-        if push.positions:
-            evenly = {position.sampler: position for position in push.positions if not position.length}
+        if positions := push.measures.positions:
+            evenly = {position.sampler: position for position in positions if not position.length}
             self._before[worker], self._taken[worker] = self._taken[worker], self._taken[worker] | evenly
 
     def applied(self, pushes: Sequence[Push]) -> None:
@@ -135,7 +135,7 @@ class SampleLedger:
                     turn.queue.finish(push.id.worker, places)
                     turn.add(places)
             return
-        dealt = [one for push in pushes for one in push.positions if one.length]
+        dealt = [one for push in pushes for one in push.measures.positions if one.length]
         found = gathered(((one.sampler, one.epoch, one.length), one.done) for one in dealt)
         for (sampler, epoch, length), places in found.items():
             turns = self._of(sampler, epoch)

@@ -28,6 +28,7 @@ from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
 from polytempo.protocol.optimizer_names import beside
+from polytempo.protocol.push import Content, FirstValues, Measures, NewState, NewValues
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.lines import RecordLine, action_line, event_line
 from polytempo.records.step_figures import FigureLog
@@ -40,7 +41,7 @@ from polytempo.server.resume_rules import Resumption, holding_in, holding_of, re
 from polytempo.server.sample_ledger import SampleLedger
 from polytempo.server.worker_statistics import WorkerStatistics
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
 
 #: Digits of figures in records.
 MICROSECONDS = 6
@@ -118,7 +119,7 @@ class PolicyRunner:
             self._budget.count(push, sign, clock.spec.capabilities.by_speed)
             if sign > 0:
                 self._ledger.counted(push)
-        clock.made.count(push.id.worker, sign * push.count)
+        clock.made.count(push.id.worker, sign * push.measures.count)
         if clock.is_first:
             self._statistics[push.id.worker].pushed(push, sign, counts=clock.is_main)
 
@@ -168,8 +169,8 @@ class PolicyRunner:
         push = clock.drop(action.worker, action.step)
         self._ledger.discarded(push)
         if clock.is_main:
-            self._statistics[action.worker].discard(push)
-            self._budget.discard(push)
+            self._statistics[action.worker].discard(push.measures)
+            self._budget.discard(push.measures)
         return [ToShards(Drop(id=push.id))]
 
     def _refuse(self, clock: OptimizerClock, action: Refuse, now: float) -> list[Effect]:
@@ -366,13 +367,13 @@ class Sequencer:
         """A push is at every shard: from here on it survives its worker."""
         clock, worker = self.clocks[push.id.optimizer_id], push.id.worker
         slot = clock.slots.get(worker)
-        if slot is None or self._ending or (push.kind == "seed" and clock.seeded):
+        if slot is None or self._ending or (isinstance(push.body, FirstValues) and clock.seeded):
             return self._drop(push.id)
-        if push.kind == "seed":
+        if isinstance(push.body, FirstValues):
             return self._seeded(clock, push, now)
-        if push.kind in ("state", "values"):
+        if isinstance(push.body, NewValues | NewState):
             place = clock.next_place(worker, push.id.step)
-            return [ToShards(LoadState(id=push.id, place=place, again=clock.has_loaded(push)))]
+            return [ToShards(LoadState(id=push.id, place=place, again=clock.has_loaded(push.id, push.body)))]
         if push.id.step <= slot.exchange:
             return self._repeated(clock, slot, push)
         if clock.spec.ahead and push.id.step > slot.exchange + 1:
@@ -384,22 +385,25 @@ class Sequencer:
 
     def _accept(self, clock: OptimizerClock, slot: WorkerSlot, push: Push, now: float) -> list[Effect]:
         """A new push, in its turn: the policy decides."""
-        worker = push.id.worker
-        hyper = clock.hyper((*push.hyper, *push.rules) if push.rules else push.hyper)
-        event = Pushed(worker, push.id.step, push.samples, hyper, loss=push.loss, lr=push.lr)
-        if clock.spec.mode.averaging is not None or clock.spec.capabilities.by_speed:
-            event.count = push.count
+        worker, made, measures = push.id.worker, push.made, push.measures
+        content = made if isinstance(made, Content) else None
+        hyper = clock.hyper((*made.hyper, *content.rules) if content is not None else made.hyper)
+        event = Pushed(worker, push.id.step, measures.samples, hyper)
         if clock.spec.capabilities.by_speed:
-            event.work, event.computed, event.drawn = push.work, push.computed, push.drawn
-        figures = push_figures(push, slot.waited) if self.plan.recorded else None
+            event.measured = Measured(None, None, measures.work, measures.computed, measures.drawn)
+        elif measures.loss is not None or measures.lr is not None:
+            event.measured = Measured(measures.loss, measures.lr)
+        if clock.spec.mode.averaging is not None or clock.spec.capabilities.by_speed:
+            event.count = measures.count
+        figures = push_figures(measures, slot.waited) if self.plan.recorded else None
         clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
-        slot.fenced, slot.busy = push.fence > 0, push.busy
+        slot.fenced, slot.busy = content is not None and content.fence > 0, measures.busy
         self._runner.tally(clock, push)
         try:
             if clock.is_main:
-                own = (push.work or 0.0, push.computed, push.input, max(push.exchanged - slot.waited, 0.0))
-                self.paces.add(worker, push.id.step, now, push.samples, push.count, *own)
+                own = own_figures(measures, slot.waited).values()
+                self.paces.add(worker, push.id.step, now, measures.samples, measures.count, *own)
             effects = self._runner.feed(clock, event, now, figures)
             self.statistics[worker].accepted = True
             return effects + self._checkpoint(clock, now, effects) + self._troubles(clock, push)
@@ -412,8 +416,9 @@ class Sequencer:
     def _troubles(self, clock: OptimizerClock, push: Push) -> list[Effect]:
         """What goes wrong with the training, as this push shows."""
         steps = self.plan.first_step + self.statistics[push.id.worker].steps - 1
-        clock.early_ends.pushed(push.id.worker, push.id.step, push.count)
-        diverged = self.guard.pushed(clock, push, push.id.step if push.count == 1 else steps)
+        count = push.measures.count
+        clock.early_ends.pushed(push.id.worker, push.id.step, count)
+        diverged = self.guard.pushed(clock, push, push.id.step if count == 1 else steps)
         return [*diverged, *left_behind(clock, self.plan)]
 
     def _drop(self, identity: PushId) -> list[Effect]:
@@ -519,16 +524,19 @@ def left_behind(clock: OptimizerClock, plan: JobPlan) -> list[Effect]:
     return [Tell(said)] if said else []
 
 
-def push_figures(push: Push, waited: float) -> dict[str, float]:
-    """A worker's own figures of a step, as its push tells them. Of its last exchange the seconds beside those for which the
-    mode made it wait are the network's and the servers'."""
-    figures = {
-        "work": push.work or 0.0,
-        "computed": push.computed,
-        "input": push.input,
-        "exchanged": max(push.exchanged - waited, 0.0),
+def own_figures(measures: Measures, waited: float) -> dict[str, float]:
+    """A worker's own figures of a step, as its push tells them."""
+    return {
+        "work": measures.work or 0.0,
+        "computed": measures.computed,
+        "input": measures.input,
+        "exchanged": measures.exchanging(waited),
     }
-    return {name: round(value, MICROSECONDS) for name, value in figures.items() if value}
+
+
+def push_figures(measures: Measures, waited: float) -> dict[str, float]:
+    """The same for a line of the record."""
+    return {name: round(value, MICROSECONDS) for name, value in own_figures(measures, waited).items() if value}
 
 
 def held_message(clock: OptimizerClock, slot: WorkerSlot, hold: Hold) -> ToWorker:

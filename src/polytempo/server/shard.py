@@ -37,6 +37,7 @@ from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.protocol.layout import Stretch, TensorPlace, lay_out
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import Change, Content, LocalValues, Word
 from polytempo.protocol.values import OptimizerSpec, Share
 from polytempo.server.in_place_changes import InPlaceChanges
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, digest_of_bytes, find, is_same
@@ -259,15 +260,15 @@ class Shard:
         for stretch, tensor in zip(self.stretches, self.tensors_of(buffers), strict=True):
             self.values[stretch.dtype].copy_(tensor)
 
-    def take_values(self, push: Push, buffers: Sequence[Bytes]) -> None:
+    def take_values(self, worker: int, touched: str, buffers: Sequence[Bytes]) -> None:
         """A worker's script has changed its values: they are the job's from now on. In rounds all must have done so."""
         pairs = zip(self.stretches, self._memory.received(0, self.tensors_of(buffers)), strict=True)
         same = all(is_same(self.values[stretch.dtype], tensor) for stretch, tensor in pairs)
         if not same:
             self.seed(buffers)
-            self.staleness_correction.given(push.id.worker, self.version, self.values)  # its next gradient is made on these
+            self.staleness_correction.given(worker, self.version, self.values)  # its next gradient is made on these
         if self._in_rounds and (self.in_place_changes.any or not same):
-            self.in_place_changes.take(push.id.worker, push.touched, digest_of_bytes(buffers))
+            self.in_place_changes.take(worker, touched, digest_of_bytes(buffers))
 
     def tensors_of(self, buffers: Sequence[PushBuffer]) -> list[torch.Tensor]:
         """Buffers of a push as flat tensors."""
@@ -321,13 +322,13 @@ class Shard:
         weight = in_order(samples for _, samples, _ in parts)
         self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
         self.note(parts)
-        self.touched = next((push.touched for push, _, _ in parts if push.touched), "")
-        skips = [push for push, samples, _ in parts if push.skip and (samples or not self._has_deadlines)]
+        self.touched = next((p.body.touched for p, _, _ in parts if isinstance(p.body, Word) and p.body.touched), "")
+        skips = [push for push, samples, _ in parts if push.made.skip and (samples or not self._has_deadlines)]
         self.skipped = weight <= 0 or bool(skips)  # one that had finished nothing by the deadline has no part in the round
         if self.skipped:
             return
         parts = [part for part in parts if part[1] > 0]  # what weighs nothing may hold anything
-        self.absent = frozenset.intersection(*(frozenset(push.absent) for push, _, _ in parts))
+        self.absent = frozenset.intersection(*(frozenset(push.made.absent) for push, _, _ in parts))
         dense = len(self.stretches) if self.rows else None
         given = [
             (samples, self._memory.received(number, self.tensors_of(buffers[:dense])))
@@ -343,23 +344,24 @@ class Shard:
             )
         first = parts[0][0]
         self._own()
-        if first.kind == "delta":
+        if isinstance(first.body, Change):
             for dtype, change in mean.items():
                 self.values[dtype].add_(change, alpha=rate)
-        elif first.kind == "value" or self.averages:
+        elif isinstance(first.body, LocalValues) or self.averages:
             for dtype, value in mean.items():
                 self.values[dtype].copy_(value)
         else:
             if self.optimizer_spec.clip_norm is not None and barrier:
                 mean = self._clipped(mean, self.optimizer_spec.clip_norm, total)
             mean = self.staleness_correction.gradient(first.id.worker, first.version, mean, self.values)
-            self._step(mean, self.staleness_correction.hyper(first.hyper, mean_staleness), rate, self.absent)
+            self._step(mean, self.staleness_correction.hyper(first.made.hyper, mean_staleness), rate, self.absent)
 
     def note(self, parts: Sequence[PartOfUpdate]) -> None:
         """Remember what the answers to these pushes shall bring."""
         for push, _, buffers in parts:
-            if self.rows or not push.values:
-                self.rows.note(push, in_host(buffers))
+            content = push.body
+            if isinstance(content, Content) and (self.rows or not content.values):
+                self.rows.note(push, content, in_host(buffers))
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
         """The weighted mean, summed in the order given. Of one push it is the push itself, which must not be written."""

@@ -28,13 +28,13 @@ from polytempo.checkpoints import error_text
 from polytempo.device.device import Device
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
+from polytempo.protocol.push import Content, FirstValues, NewState, NewValues, row_buffers
 from polytempo.protocol.values import Pull, PulledRows, PushId, Share
 from polytempo.server.checkpoint import SavedOptimizer, read_held, write_held, write_shard
 from polytempo.server.device_share import DeviceShare
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
 from polytempo.server.shard import PushBuffer, Shard, in_host
 from polytempo.server.shard_placement import ShardPlacement
-from polytempo.server.shard_tables import row_buffers
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
 from polytempo.transport.memory import WakeUp
@@ -289,25 +289,27 @@ class ShardExecutor:
             shard.rows.load([one.rows for one in saved.shards], saved.shards[0].clocks)
 
     def _seed(self, push: Push, given: list[PushBuffer]) -> None:
+        first = push.body
+        assert isinstance(first, FirstValues)
         buffers = in_host(given)
         shard = self.optimizer_shards[push.id.optimizer_id]
         count = len(shard.stretches)
         shard.seed(buffers[:count])
         shard.shares = (Share(push.id.worker, 1.0),)
-        rest = len(buffers) - row_buffers(push)
-        shard.rows.seed(push, buffers[rest:])
-        if push.state:
-            shard.load_state(unpack(push.state, buffers[count:rest]))
+        rest = len(buffers) - row_buffers(first)
+        shard.rows.seed(first.rows, buffers[rest:])
+        if first.state:
+            shard.load_state(unpack(first.state, buffers[count:rest]))
 
     def _load(self, entry: LoadState, pushes: Pushes) -> None:
         """Take what a worker gives beside its steps; when only the answer was lost, there is nothing to take."""
         shard = self.optimizer_shards[entry.id.optimizer_id]
         if not entry.again:
-            push, buffers = pushes[entry.id][0], in_host(pushes[entry.id][1])
-            if push.kind == "values":
-                shard.take_values(push, buffers)
-            else:
-                shard.load_state(unpack(push.state, buffers))
+            given, buffers = pushes[entry.id][0].body, in_host(pushes[entry.id][1])
+            if isinstance(given, NewValues):
+                shard.take_values(entry.id.worker, given.touched, buffers)
+            elif isinstance(given, NewState):
+                shard.load_state(unpack(given.state, buffers))
         self._report(WorkerReply(entry.id.worker, self._answer_to_load(entry)))
 
     def _update(self, entry: Update, pushes: Pushes) -> None:
@@ -322,7 +324,8 @@ class ShardExecutor:
         for push, buffers in pushes.values():
             for buffer in in_host(buffers):
                 self.pool.give(buffer)
-            if push.fence and (entry.optimizer_id, push.id.worker, push.id.incarnation) not in self.shares:
+            fenced = isinstance(push.body, Content) and push.body.fence
+            if fenced and (entry.optimizer_id, push.id.worker, push.id.incarnation) not in self.shares:
                 self.finish()  # its worker is gone: the memory is unmapped behind this
 
     def _total_norm(self, entry: Update) -> Callable[[float], float]:

@@ -16,17 +16,13 @@ import torch
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import Content
 from polytempo.protocol.values import OptimizerSpec, RowAnswer, RowPart, TableInfo
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.tables.routing import range_ids
 from polytempo.tables.table_shard import RowPush, TableShard
 from polytempo.transport.buffer_pool import Arena
 from polytempo.transport.channel import Bytes
-
-
-def row_buffers(push: Push) -> int:
-    """How many of a push's buffers are of tables, once all lists of ids are there."""
-    return sum(1 if part.span else 2 for part in push.rows) + len(push.wants)
 
 
 @dataclass
@@ -53,10 +49,10 @@ class ShardTables:
 
     # What came, looked at before it counts.
 
-    def check_rows(self, push: Push, buffers: Sequence[Bytes]) -> None:
+    def check_rows(self, content: Content, buffers: Sequence[Bytes]) -> None:
         """Refuse rows that do not fit these tables."""
         rest = iter(buffers)
-        for part in push.rows:
+        for part in content.rows:
             info = self._info(part.table)
             count = self._span_rows(info, part.span) if part.span else self._ids(info, next(rest)).numel()
             form = part.form or info.dtype
@@ -65,7 +61,7 @@ class ShardTables:
             got, expected = next(rest).nbytes, count * info.dim * ITEM_SIZES[form]
             if got != expected:
                 raise PeerError(f"rows of {info.name} were refused: {got} bytes came for {count} rows, expected {expected}")
-        for want in push.wants:
+        for want in content.wants:
             self._ids(self._info(want.table), next(rest))
 
     def check_pull(self, table: int, span: tuple[int, int] | None, ids: Sequence[Bytes]) -> None:
@@ -102,9 +98,9 @@ class ShardTables:
 
     # Carried out with the log.
 
-    def seed(self, push: Push, buffers: Sequence[Bytes]) -> None:
+    def seed(self, rows: Sequence[RowPart], buffers: Sequence[Bytes]) -> None:
         """Rows that the job starts from."""
-        for part, ids, values in self._parts(push, buffers):
+        for part, ids, values in self._parts(rows, buffers):
             table = self.tables[part.table]
             table.fill(ids if part.span is None else range_ids(*part.span, self.shard, self.shards), values)
 
@@ -112,23 +108,26 @@ class ShardTables:
         """One update of all tables that a worker pushed to; a worker that pushed nothing still counts in a mean."""
         pushes: dict[int, list[RowPush]] = {}
         for push, samples, buffers in parts:
-            for part, ids, values in self._parts(push, buffers):
+            for part, ids, values in self._parts(_rows(push), buffers):
                 row_push = RowPush(ids, values, samples, push.id.worker, push.id.step, part.span)
                 pushes.setdefault(part.table, []).append(row_push)
+        first = parts[0][0].body
+        rules = first.rules if isinstance(first, Content) else ()
         for table, own in pushes.items():
-            idle = [self._nothing(table, samples) for push, samples, _ in parts if all(p.table != table for p in push.rows)]
-            self.tables[table].update([*own, *idle], self._hyper(parts[0][0], table), rate, version)
+            idle = [
+                self._nothing(table, samples) for push, samples, _ in parts if all(p.table != table for p in _rows(push))
+            ]
+            self.tables[table].update([*own, *idle], rules[table] if table < len(rules) else {}, rate, version)
 
     def _nothing(self, table: int, samples: float) -> RowPush:
         values = torch.empty(0, self.tables[table].info.dim, dtype=getattr(torch, self.tables[table].info.dtype))
         return RowPush(torch.empty(0, dtype=torch.int64), values, samples)
 
-    def _hyper(self, push: Push, table: int) -> Mapping[str, Any]:
-        return push.rules[table] if table < len(push.rules) else {}
-
-    def _parts(self, push: Push, buffers: Sequence[Bytes]) -> Iterator[tuple[RowPart, torch.Tensor | None, torch.Tensor]]:
+    def _parts(
+        self, rows: Sequence[RowPart], buffers: Sequence[Bytes]
+    ) -> Iterator[tuple[RowPart, torch.Tensor | None, torch.Tensor]]:
         rest = iter(buffers)
-        for part in push.rows:
+        for part in rows:
             info = self.tables[part.table].info
             ids = None if part.span else as_tensor(next(rest), "int64")
             values = as_tensor(next(rest), part.form or info.dtype).view(-1, info.dim)
@@ -136,11 +135,11 @@ class ShardTables:
 
     # What answers bring.
 
-    def note(self, push: Push, buffers: Sequence[Bytes]) -> None:
+    def note(self, push: Push, content: Content, buffers: Sequence[Bytes]) -> None:
         """Remember what the answer to a push shall bring."""
-        ids = buffers[len(buffers) - len(push.wants) :]
-        wanted = [(want.table, as_tensor(data, "int64").clone()) for want, data in zip(push.wants, ids, strict=True)]
-        self._wishes[push.id.worker] = Wishes(push.id.step, push.version, push.values, wanted)
+        ids = buffers[len(buffers) - len(content.wants) :]
+        wanted = [(want.table, as_tensor(data, "int64").clone()) for want, data in zip(content.wants, ids, strict=True)]
+        self._wishes[push.id.worker] = Wishes(push.id.step, push.version, content.values, wanted)
 
     def wants_values(self, worker: int, exchange: int) -> bool:
         """Shall this answer bring the dense values?"""
@@ -207,3 +206,7 @@ class ShardTables:
             prefix = f"{number}."
             parts = [{k.removeprefix(prefix): v for k, v in s.items() if k.startswith(prefix)} for s in shards]
             table.load(parts, clocks[number])
+
+
+def _rows(push: Push) -> tuple[RowPart, ...]:
+    return push.body.rows if isinstance(push.body, Content) else ()

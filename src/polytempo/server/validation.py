@@ -30,6 +30,7 @@ from polytempo.protocol.messages import (
     RecallState,
     ScriptState,
 )
+from polytempo.protocol.push import Content, FirstValues, StepBody
 from polytempo.protocol.values import OptimizerSpec, TableInfo
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState
 from polytempo.server.optimizers import build
@@ -37,7 +38,6 @@ from polytempo.tables.initializers import check_start
 from polytempo.tables.row_optimizers import rule
 from polytempo.transport.channel import Bytes
 
-GRADIENTS = ("gradient", "delta", "value", "peers")
 APPLY = ("server", "delta", "peers", "mean")
 REASONS = ("finished", "failed", "lost")
 READ = ("params", "state", "filters", "saved state")
@@ -60,42 +60,43 @@ def check_hello(hello: Hello, size: int) -> None:
 
 def check_push(push: Push) -> None:
     """Refuse numbers that would spoil the job's."""
-    step = push.id.step
-    fits = {"seed": step == -1, "state": step < -1, "values": step < -1}.get(push.kind, push.kind in GRADIENTS and step >= 0)
+    step, body, measures = push.id.step, push.body, push.measures
+    fits = step >= 0 if isinstance(body, StepBody) else step == -1 if isinstance(body, FirstValues) else step < -1
     if not fits:
-        raise PeerError(f"a push of kind {push.kind!r} for step {step} was refused")
-    if not (math.isfinite(push.samples) and push.samples >= 0):
-        raise PeerError(f"a push was refused: its weight is {push.samples:g}, expected a number from 0 on")
-    if not (math.isfinite(push.taken) and push.taken >= 0):
-        raise PeerError(f"a push was refused: it says that it was made of {push.taken:g} samples")
-    least = 1 if push.samples else 0  # what weighs nothing may be a push that only takes part (`train/decoupled_turns.py`)
-    if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in push.positions):
+        raise PeerError(f"a push of kind {body.__struct_config__.tag!r} for step {step} was refused")
+    if isinstance(body, Content) and not 0 <= body.fence < 1 << 31:
+        raise PeerError(f"a push was refused: its fence is {body.fence}, expected a number from 0 on")
+    if not (math.isfinite(measures.samples) and measures.samples >= 0):
+        raise PeerError(f"a push was refused: its weight is {measures.samples:g}, expected a number from 0 on")
+    if not (math.isfinite(measures.taken) and measures.taken >= 0):
+        raise PeerError(f"a push was refused: it says that it was made of {measures.taken:g} samples")
+    if any(place.parts and not 0 <= place.part < place.parts <= PARTS for place in measures.positions):
         raise PeerError("a push was refused: it says that it takes a part of the data which there is not")
-    ranges = [(place.length, *part) for place in push.positions for part in place.done]
+    ranges = [(place.length, *part) for place in measures.positions for part in place.done]
     if not all(0 <= start < stop <= length for length, start, stop in ranges):
         raise PeerError("a push was refused: it says that it is made of places which the epoch's order does not have")
-    if not 0 <= push.fence < 1 << 31:
-        raise PeerError(f"a push was refused: its fence is {push.fence}, expected a number from 0 on")
-    figures = push.computed, push.exchanged, push.input, push.work or 0.0
-    if push.count < least or push.own < 0 or not all(map(math.isfinite, figures)):
+    least = 1 if measures.samples else 0  # without samples a push may only take part (`train/decoupled_turns.py`)
+    figures = measures.computed, measures.exchanged or 0.0, measures.input, measures.work or 0.0
+    if measures.count < least or push.own < 0 or not all(map(math.isfinite, figures)):
+        computed, exchanged, waited, work = figures
         raise PeerError(
-            f"a push was refused: it counts {push.count} steps, {push.computed:g} and {push.exchanged:g} s, "
-            f"{push.input:g} s of input and work of {push.work or 0.0:g}"
+            f"a push was refused: it counts {measures.count} steps, {computed:g} and {exchanged:g} s, "
+            f"{waited:g} s of input and work of {work:g}"
         )
 
 
-def check_fit(push: Push, spec: OptimizerSpec) -> None:
+def check_fit(made: StepBody, spec: OptimizerSpec) -> None:
     """Refuse a push that is not of this model and optimizer."""
-    absent = [index for index in push.absent if not 0 <= index < len(spec.tensors)]
+    absent = [index for index in made.absent if not 0 <= index < len(spec.tensors)]
     if absent:
         raise PeerError(f"a push was refused: it names tensor {absent[0]}, the model has {len(spec.tensors)}")
 
 
-def check_hyper(push: Push, spec: OptimizerSpec) -> None:
+def check_hyper(made: StepBody, spec: OptimizerSpec) -> None:
     """Refuse hyper-parameters with which the optimizer cannot make its step."""
-    if len(push.hyper) != len(spec.groups):
-        raise PeerError(f"a push was refused: it has {len(push.hyper)} groups, the optimizer {len(spec.groups)}")
-    for own, first in zip(push.hyper, spec.groups, strict=True):
+    if len(made.hyper) != len(spec.groups):
+        raise PeerError(f"a push was refused: it has {len(made.hyper)} groups, the optimizer {len(spec.groups)}")
+    for own, first in zip(made.hyper, spec.groups, strict=True):
         wrong = [name for name, value in first.items() if _is_number(value) and not _is_number(own.get(name, value))]
         if wrong or "lr" not in own:
             raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is not a number in it")

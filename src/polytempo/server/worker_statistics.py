@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polytempo.protocol.messages import Push, WorkerStatus
+from polytempo.protocol.push import Measures
 from polytempo.summation import in_order
 
 
@@ -48,23 +49,24 @@ class WorkerStatistics:
         Where groups of ranks train side by side, only steps of the main one are the job's (`counts`); of the others' ranks
         this is how they spend their time.
         """
-        self.computing_s += sign * push.computed
-        self.exchanging_s += sign * push.exchanged
+        measures = push.measures
+        self.computing_s += sign * measures.computed
+        self.exchanging_s += sign * measures.exchanging(waited=0.0)
         self.bytes_sent, self.bytes_received = push.sent, push.received
         if not counts:
             return
-        self.steps += sign * push.count
+        self.steps += sign * measures.count
         self.pushes += sign
-        self.samples += sign * push.taken
-        self.nonfinite += sign * push.nonfinite
+        self.samples += sign * measures.taken
+        self.nonfinite += sign * measures.nonfinite
 
-    def discard(self, push: Push) -> None:
+    def discard(self, measures: Measures) -> None:
         """A counted push was not applied."""
-        self.steps -= push.count
+        self.steps -= measures.count
         self.pushes -= 1
-        self.samples -= push.taken
+        self.samples -= measures.taken
         self.discarded += 1
-        self.wasted_s += push.computed
+        self.wasted_s += measures.computed
 
     def stale(self, by: int) -> None:
         """One of its pushes was applied `by` updates late."""

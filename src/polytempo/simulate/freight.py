@@ -28,7 +28,7 @@ from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.summation import in_order
 from polytempo.sync.actions import Action, Apply, Release
-from polytempo.sync.events import Event, Pushed
+from polytempo.sync.events import NOT_MEASURED, Event, Measured, Pushed
 from polytempo.sync.machine import (
     FETCHED,
     GO,
@@ -323,7 +323,8 @@ class SharesOfBatch(Carried):
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         drawn, count = None if self.micro else (0, sent.step), len(sent.content)
-        return Pushed(worker.rank, sent.step, sent.samples, (), count, None, None, sent.samples, sent.seconds, drawn)
+        measured = Measured(None, None, sent.samples, sent.seconds, drawn)
+        return Pushed(worker.rank, sent.step, sent.samples, (), count, measured)
 
 
 class MicroBatches(Carried):
@@ -414,7 +415,7 @@ class MicroBatches(Carried):
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         abandoned, worker.cargo.abandoned = worker.cargo.abandoned, None
         work, computed = (sent.samples, sent.seconds) if sent.content or abandoned is None else abandoned
-        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, None, None, work, computed)
+        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, Measured(None, None, work, computed))
 
 
 class SumsOfSteps(Carried):
@@ -511,7 +512,8 @@ class ValuesOfFragments(Carried):
         block = sent.content
         loss = block.loss if block is not None and "loss" in self.measures else None
         lr = block.lr if block is not None and "lr" in self.measures else None
-        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, loss, lr)
+        measured = NOT_MEASURED if loss is None and lr is None else Measured(loss, lr)
+        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, measured)
 
     def released(self, clock: FragmentClock, worker: Worker) -> None:
         self.trainer.fetch(worker.rank, clock.number)

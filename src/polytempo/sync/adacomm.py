@@ -66,7 +66,7 @@ class LossPeriod(RoundRule):
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         pushes = with_data(pushes)
-        loss, rate = mean_loss(pushes), pushes[0].lr
+        loss, rate = mean_loss(pushes), pushes[0].measured.lr
         if loss is None or rate is None or not rate > 0:
             return
         if self._loss is None or self._rate is None:
@@ -95,7 +95,7 @@ def next_period(first: int, loss_ratio: float, rate_ratio: float = 1.0) -> int:
 def mean_loss(pushes: tuple[Pushed, ...]) -> float | None:
     """The mean loss of these blocks, weighted by samples; None where a worker has none, or it is not above 0 and finite."""
     total = sum(push.samples for push in pushes)
-    losses = [push.loss for push in pushes if push.loss is not None]
+    losses = [push.measured.loss for push in pushes if push.measured.loss is not None]
     if len(losses) < len(pushes) or not total > 0:
         return None
     mean = sum(loss * push.samples for loss, push in zip(losses, pushes, strict=True)) / total

@@ -132,9 +132,9 @@ class DeadlineRule(RoundRule):
             self._expected = expected
 
     def _measure(self, push: Pushed) -> None:
-        worker, count = push.worker, push.count if push.samples else 0
-        if count or push.work:  # work without samples: that of one which was abandoned
-            self._speeds.add(worker, max(count, 1), push.computed)
+        worker, measured, count = push.worker, push.measured, push.count if push.samples else 0
+        if count or measured.work:  # work without samples: that of one which was abandoned
+            self._speeds.add(worker, max(count, 1), measured.computed)
         if count:
             self._sizes.add(worker, push.samples, count)
             self._idle.pop(worker, None)

@@ -64,9 +64,10 @@ class SharesBySpeed(RoundRule):
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         for push in pushes:
-            self._speeds.add(push.worker, push.work, push.computed)
-            if push.drawn is not None:
-                self._drawn = max(self._drawn or push.drawn, push.drawn)
+            measured = push.measured
+            self._speeds.add(push.worker, measured.work, measured.computed)
+            if measured.drawn is not None:
+                self._drawn = max(self._drawn or measured.drawn, measured.drawn)
         self._speeds.forget(members)
         proposed = self._proposed(sorted(members))
         self.changed = proposed != self.weights

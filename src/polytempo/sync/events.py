@@ -19,16 +19,33 @@ class Joined:
     worker: int
 
 
+@dataclass(slots=True, unsafe_hash=True)  # a default of a field must have a hash
+class Measured:
+    """What a push says of its steps, as far as the mode asks for it.
+
+    Of a block of local steps `loss` is their mean loss and `lr` the learning rate of the last. Where shares or deadlines
+    follow the workers' speed, `work` is what the micro-batches cost (in samples, or in the units of the sampler's `cost`),
+    `computed` the worker's own seconds for them, and `drawn` the last batch (pass, number in the pass) that the worker's
+    sampler has handed out, its loader's prefetching included. In a push of no samples, `work` and `computed` are those of a
+    micro-batch that was abandoned and has ended, if any.
+    """
+
+    loss: float | None = None
+    lr: float | None = None
+    work: float | None = None
+    computed: float | None = None
+    drawn: tuple[int, int] | None = None
+
+
+NOT_MEASURED = Measured()
+
+
 @dataclass(slots=True)
 class Pushed:
     """The update of a worker's step has reached the job.
 
-    `samples` weighs it; `hyper` are the hyper-parameters it was made with, as (name, value) pairs. Of a block of local steps
-    `count` is their number, `loss` their mean loss and `lr` the learning rate of the last, where the mode asks for them.
-    Where shares or deadlines follow the workers' speed, `count` is the number of micro-batches, `work` what they cost (in
-    samples, or in the units of the sampler's `cost`), `computed` the worker's own seconds for them, and `drawn` the last
-    batch (pass, number in the pass) that the worker's sampler has handed out, its loader's prefetching included. With
-    `samples` and `count` 0, `work` and `computed` are those of a micro-batch that was abandoned and has ended, if any.
+    `samples` weighs it; `hyper` are the hyper-parameters it was made with, as (name, value) pairs; `count` is the number of
+    its local steps, or of its micro-batches where shares or deadlines follow the workers' speed.
     """
 
     worker: int
@@ -36,11 +53,7 @@ class Pushed:
     samples: float = 1
     hyper: HyperItems = ()
     count: int = 1
-    loss: float | None = None
-    lr: float | None = None
-    work: float | None = None
-    computed: float | None = None
-    drawn: tuple[int, int] | None = None
+    measured: Measured = NOT_MEASURED
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ class FixedPeriod(RoundRule):
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         self._round += 1
-        rate = with_data(pushes)[0].lr
+        rate = with_data(pushes)[0].measured.lr
         self._rate = rate if self._rate is None else self._rate
         if self._after == "decay" and rate is not None and self._rate is not None and rate < self._rate:
             self.period = self._period

@@ -24,7 +24,7 @@ from polytempo.sync.anytime import ANYTIME
 from polytempo.sync.balance import BALANCE
 from polytempo.sync.barrier import BSP
 from polytempo.sync.directives import NextDeadline, NextShares
-from polytempo.sync.events import Joined, Pushed
+from polytempo.sync.events import Joined, Measured, Pushed
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.traces.causes import Factors
@@ -170,7 +170,8 @@ class _Rounds:
         """Every replica has pushed after its own time; the round lasts for `seconds`."""
         for worker in sorted(range(len(times)), key=lambda worker: (times[worker], worker)):
             count = counts[worker]
-            push = Pushed(worker, index, count, count=count, work=work[worker], computed=times[worker])
+            measured = Measured(work=work[worker], computed=times[worker])
+            push = Pushed(worker, index, count, count=count, measured=measured)
             self._obey(self.policy.handle(push, self.now + times[worker]))
         self.waited += sum(max(times) - time for time in times)
         self.samples += sum(counts)

@@ -67,8 +67,7 @@ class PairUpdate(MachineUpdate):
             self._exchange.add(changes_since(self._seen, self._neighbours.copier))
 
     def _push(self, order: SendPush) -> None:
-        request = self._request
-        self._reducer.begin(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
+        self._neighbours.begin(None, self._wrapped.hyper(), self._request.measures, skip=self._request.skip)
 
     def _wait(self) -> None:
         """For the reply to what was asked; or, where there is none to come, for the release."""

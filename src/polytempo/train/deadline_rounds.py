@@ -36,7 +36,7 @@ import torch
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
-from polytempo.protocol.values import Position
+from polytempo.protocol.push import Measures, no_steps
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
@@ -48,8 +48,6 @@ from polytempo.train.update import StepRequest, StepUpdate, Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
 LOOK = 1.0
-#: Figures of micro-batches that a push holds the sums of.
-SUMMED = ("computed", "input", "work")
 
 
 @dataclass
@@ -58,20 +56,16 @@ class RoundSum:
 
     buffer: FlatBuffer
     taken: int = 0  #: micro-batches, with those that were left out
-    count: int = 0
-    samples: float = 0.0
+    measures: Measures = field(default_factory=no_steps)
     absent: frozenset[int] = frozenset()
     hyper: GroupValues = ()
-    nonfinite: bool = False
     version: int | None = None  #: of the oldest values that one of them was computed on
-    positions: list[Position] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
-    in_vain: dict[str, float] = field(default_factory=dict)  #: seconds and work of a micro-batch that was abandoned
+    in_vain: Measures = field(default_factory=no_steps)  #: of a micro-batch that was abandoned
 
-    def add_gradients(self, copier: Copier, samples: float) -> None:
-        """Add `samples` times the gradients as they are now."""
-        views = self.buffer.views
-        if not self.count:
+    def add(self, copier: Copier, measures: Measures) -> None:
+        """Add the gradients as they are now, times their samples."""
+        views, samples = self.buffer.views, measures.samples
+        if not self.measures.count:
             self.absent = frozenset(copier.gather(self.buffer, lambda param: param.grad))
             torch._foreach_mul_(list(views.values()), samples)
         else:
@@ -79,18 +73,21 @@ class RoundSum:
             dense = [grad if grad.layout == torch.strided else grad.to_dense() for grad in have.values()]
             torch._foreach_add_([views[index] for index in have], dense, alpha=samples)
             self.absent -= frozenset(have)
-        self.count, self.samples = self.count + 1, self.samples + samples
+        self.measures.add(measures)
+        self.measures.vital_signs = measures.vital_signs  # values have not changed between those before
 
-    def add_figures(self, about: dict[str, Any], counts: bool) -> None:
-        """Note what a micro-batch says of itself; seconds only of those that count."""
-        for name in SUMMED if counts else ():
-            if about.get(name) is not None:
-                self.about[name] = self.about.get(name, 0.0) + about[name]
-        found = about.get("positions", ())
-        self.positions = [*self.positions, *found] if any(one.length for one in found) else [*found]  # else: how far it is
-        if counts:
-            self.about["vital_signs"] = about.get("vital_signs", ())
-        self.about["gradient_digest"] = self.about.get("gradient_digest") or about.get("gradient_digest", 0)
+    def leave_out(self, measures: Measures) -> None:
+        """A micro-batch does not count; its samples are used up."""
+        positions, digest = measures.positions, measures.gradient_digest
+        self.measures.add(Measures(samples=0.0, count=0, positions=positions, gradient_digest=digest))
+
+    def said(self, busy: bool, exchanged: float) -> Measures:
+        """What its push says. Where nothing counts, the seconds and the work are those that were in vain."""
+        said, vain = self.measures, self.in_vain
+        said.busy, said.exchanged, said.positions = busy, exchanged, united(said.positions)
+        if not said.count:
+            said.computed, said.input, said.work = vain.computed, vain.input, vain.work
+        return said
 
 
 class DeadlineUpdate(StepUpdate):
@@ -156,13 +153,13 @@ class DeadlineUpdate(StepUpdate):
             self._look_at_batch(request)
         with self._turn:
             self._raise_error()
-            self._pace.add(request.about["computed"])
+            self._pace.add(request.measures.computed)
             late = self._exchanging or bool(self._outcomes)
             if self._exchanging:  # the script comes back while its communication thread waits for the end of the round
                 self._wait(lambda: not self._exchanging)
             if late and (self._spec.late == "drop" or self._is_last()):
                 self._abandoned += 1
-                self._sum.in_vain = {name: request.about[name] for name in SUMMED if request.about.get(name) is not None}
+                self._sum.in_vain = request.measures
                 if self._deals:
                     self._ledger.abandon()
             else:
@@ -186,19 +183,20 @@ class DeadlineUpdate(StepUpdate):
         """What the micro-batch was made of, where a sampler has dealt it."""
         batches = self._ledger.batches
         if batches:
-            request.samples = request.samples if request.weighed else self._ledger.samples(upcoming=False)
-            request.about["work"] = float(sum(batch.cost for batch in batches))
+            if not request.weighed:
+                request.measures.samples = self._ledger.samples(upcoming=False)
+            request.measures.work = float(sum(batch.cost for batch in batches))
 
     def _add(self, request: StepRequest) -> None:
-        counts = not request.skip and request.samples > 0
-        total, wrapped = self._sum, self._wrapped
+        total, wrapped, measures = self._sum, self._wrapped, request.measures
         total.taken += 1
         total.version = self._version if total.version is None else min(total.version, self._version)
         total.hyper = wrapped.hyper()
-        total.add_figures(request.about, counts)
-        if counts:
-            total.add_gradients(self._copier, request.samples)
-            total.nonfinite = total.nonfinite or wrapped.finite.check(total.buffer, self._made)
+        if request.skip or not measures.samples:
+            total.leave_out(measures)
+            return
+        total.add(self._copier, measures)
+        total.measures.nonfinite = total.measures.nonfinite or wrapped.finite.check(total.buffer, self._made)
 
     def _goes_on(self) -> bool:
         """Is there time for another micro-batch? One that takes longer than a whole round is begun at its start."""
@@ -308,18 +306,9 @@ class DeadlineUpdate(StepUpdate):
         state = self._rounds.reducer.client_state
         if total.version is not None:
             state.version = total.version
-        return self._rounds.exchange(
-            total.buffer if total.count else None,
-            total.samples,
-            total.count,
-            total.hyper,
-            absent=tuple(sorted(total.absent)) if total.count else (),
-            nonfinite=total.nonfinite,
-            positions=united(total.positions),
-            busy=busy,
-            exchanged=exchanged,
-            **{"computed": 0.0, **total.about, **({} if total.count else total.in_vain)},
-        )
+        measures = total.said(busy, exchanged)
+        buffer, absent = (total.buffer, sorted(total.absent)) if measures.count else (None, [])
+        return self._rounds.exchange(buffer, total.hyper, measures, absent)
 
     def _close(self) -> None:
         """End the communication thread: this worker leaves the job."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from polytempo.client.client_state import Reading
+from polytempo.protocol.push import no_steps
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
@@ -38,26 +38,12 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.train.driver import LivePerforms, MachineUpdate, nothing
-from polytempo.train.input_watch import add_figures
 from polytempo.train.update import StepRequest, Wrapped
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]
 #: Local steps that fetched values lack: the rate and the sum of gradients of each parameter.
 Missing = tuple[dict[int, float], Gradients]
-
-
-@dataclass
-class Made:
-    """Local steps since the last push, skipped ones included."""
-
-    count: int = 0
-    samples: float = 0.0
-    computed: float = 0.0
-
-    def add(self, samples: float, computed: float) -> None:
-        """Count one more."""
-        self.count, self.samples, self.computed = self.count + 1, self.samples + samples, self.computed + computed
 
 
 @dataclass(frozen=True)
@@ -101,13 +87,12 @@ class DownpourUpdate(MachineUpdate):
         self._wrapped, self._local = wrapped, local
         self._steps = 0
         self._sum: Accumulated | None = None
-        self._made = Made()
-        self._summed: dict[str, Any] = {}  # of these steps
-        self._about: dict[str, Any] = {}  # more fields of the next push, as of the last of them
+        self._made = no_steps()  # since the last push, skipped ones included
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
         self._fetch: ParameterFetch | None = None
         self._basis = Basis(reducer.client_state.version, reducer.step - 1)
-        reducer.client_state.take = _ignore  # values are fetched; those of an answer would undo local steps
+        reducer.pulls = False  # values are fetched; those of an answer would undo local steps
+        reducer.client_state.take = _ignore
         super().__init__(machine, reducer)
         reducer.session.flushing.append(self.flush)
         reducer.before_read = self.flush
@@ -131,18 +116,16 @@ class DownpourUpdate(MachineUpdate):
         """One local step, and what is due after it."""
         self._request = request
         self._look_for_values()
-        self._tell(Computed(empty=request.skip or not request.samples))
+        self._tell(Computed(empty=request.skip or not request.measures.samples))
 
     def _step_here(self, order: StepHere) -> None:
         request = self._request
         self._wrapped.clip()
         self._steps += 1
-        if not request.skip and request.samples:
+        if not request.skip and request.measures.samples:
             self._accumulate()
             self._wrapped.tables.collect()
-        self._made.add(request.samples, request.about.pop("computed"))
-        add_figures(self._summed, request.about)
-        self._about = request.about
+        self._made.add(request.measures)
 
     def _accumulate(self) -> None:
         copier = self._reducer.copier
@@ -173,26 +156,15 @@ class DownpourUpdate(MachineUpdate):
     def _push(self, order: SendPush) -> None:
         total, self._sum = self._sum, None
         assert total is not None
-        reducer, made, self._made = self._reducer, self._made, Made()
-        summed, self._summed, about, self._about = self._summed, {}, self._about, {}
+        reducer, made, self._made = self._reducer, self._made, no_steps()
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
         reducer.client_state.version = total.basis.version
         gradients = {index: view.clone() for index, view in total.views().items()}
         self._sent.append((reducer.step, (self._rates(), gradients)))
-        reducer.push(
-            total.buffer,
-            self._wrapped.hyper(),
-            absent=tuple(sorted(total.absent)),
-            nonfinite=self._wrapped.finite.check(total.buffer, self._steps),
-            samples=made.samples,
-            computed=made.computed,
-            count=made.count,
-            own=reducer.step - 1 - total.basis.contained,
-            values=False,
-            **summed,
-            **about,
-        )
+        reducer.own = reducer.step - 1 - total.basis.contained
+        made.nonfinite = self._wrapped.finite.check(total.buffer, self._steps)
+        reducer.push(total.buffer, self._wrapped.hyper(), made, sorted(total.absent))
         self._tell(Release(reducer.session.rank, reducer.client_state.released, reducer.step))
 
     def _request_values(self, order: RequestValues) -> None:

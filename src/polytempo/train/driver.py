@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
+from polytempo.protocol.push import no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.machine import COMPUTED, Compute, LoggedMachine, Orders, WorkerEvent, WorkerMachine
@@ -47,7 +48,7 @@ class MachineUpdate(StepUpdate):
 
     def __init__(self, machine: WorkerMachine, reducer: Reducer) -> None:
         self._machine, self._reducer = machine, reducer
-        self._request = StepRequest(0.0, skip=True, agreed=False)  # the one that is carried out
+        self._request = StepRequest(no_steps(), skip=True, agreed=False)  # the one that is carried out
         self._result: Any = None  # what its closure has returned
         self._performs = {Compute: nothing, **self.performs()}
 

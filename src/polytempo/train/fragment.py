@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from polytempo.optim.fragments import cut
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.optimizer_names import part_of
+from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.factory import make_value_reducer
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
@@ -36,7 +36,6 @@ from polytempo.server.optimizer_state import as_bytes, as_tensor, digest_of_byte
 from polytempo.session.session import Session
 from polytempo.sync.blocks import Averaging
 from polytempo.train.companions import Companions
-from polytempo.train.downpour import Made
 from polytempo.train.model_tables import dense_segments, dense_state
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
@@ -65,7 +64,7 @@ class Fragment:
     ) -> None:
         self.reducer, self._rules, self._groups = reducer, list(rules), list(groups)
         self._companions, self._overlaps, self._alone = companions, overlaps, alone
-        self.made = Made()  #: local steps since the last sending
+        self.made = no_steps()  #: the local steps since the last sending
         self.due = 0  #: it is sent after this local step
         self.sent_at: int | None = None  #: the local step after which the round under way was begun
         self.sent_count = 0  #: local steps in the round under way
@@ -104,7 +103,7 @@ class Fragment:
 
     # A round.
 
-    def send(self, step: int, hyper: GroupValues, rates: Sequence[float], finite: FiniteWatch, **about: Any) -> None:
+    def send(self, step: int, hyper: GroupValues, rates: Sequence[float], finite: FiniteWatch) -> None:
         """Begin a round after this local step.
 
         Args:
@@ -112,18 +111,15 @@ class Fragment:
             hyper: The hyper-parameters of the local steps.
             rates: The learning rate of each group.
             finite: Counts or refuses values that are not finite.
-            **about: More fields of the `Push` message.
         """
-        made, self.made = self.made, Made()
+        made, self.made = self.made, no_steps()
         self.sent_at, self.sent_count, self._rates = step, made.count, list(rates)
         self.reducer.renew(compare=False)  # they may lie elsewhere now
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
-        about["nonfinite"] = finite.check(buffer, step, names=[info.name for info in self.reducer.spec.tensors])
+        made.nonfinite = finite.check(buffer, step, names=[info.name for info in self.reducer.spec.tensors])
         if self._overlaps:
             self._sent = [buffer.views[index].clone() for index in range(len(self._tensors))]
-        if self._on_servers:
-            about["kind"] = "gradient" if self._differences else "value"
         if self._differences:
             units = [rule.unit(lr) for rule, lr in zip(self._rules, self._all_rates(), strict=True)]
             for index, group in enumerate(self._groups):
@@ -135,7 +131,7 @@ class Fragment:
             hyper = outer_hyper(self._rules, hyper, self._all_rates())
         self._unsent = []
         self.reducer.copier.watch.touched, self._written = self._written, ""
-        self.reducer.begin(buffer, hyper, samples=made.samples, count=made.count, **about)
+        self.reducer.begin(buffer, hyper, made)
 
     def _all_rates(self) -> list[float]:
         """The learning rate of each group, that of the companions too."""

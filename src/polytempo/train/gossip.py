@@ -32,11 +32,11 @@ class LocalStep:
 
     def make(self, request: StepRequest) -> Any:
         """Make it, unless it is to be skipped; what the closure returned."""
-        if request.skip or request.samples == 0:
+        if request.skip or request.measures.samples == 0:
             return None
         wrapped, reducer, loss = self._wrapped, self._reducer, None
         wrapped.clip()
-        request.about["nonfinite"] = wrapped.finite.check(reducer.gradients()[0], reducer.step)
+        request.measures.nonfinite = wrapped.finite.check(reducer.gradients()[0], reducer.step)
         if request.closure is None:
             step_unwrapped(wrapped.optimizer)
         else:
@@ -87,8 +87,7 @@ class GossipUpdate(MachineUpdate):
         self._result = self._local.make(self._request)
 
     def _push(self, order: SendPush) -> None:
-        request = self._request
-        self._reducer.begin(None, self._wrapped.hyper(), samples=request.samples, skip=request.skip, **request.about)
+        self._neighbours.begin(None, self._wrapped.hyper(), self._request.measures, skip=self._request.skip)
 
     def _mix(self, order: Mix) -> None:
         change = None if self._sent is None else changes_since(self._sent, self._neighbours.copier)

@@ -21,11 +21,6 @@ from typing import Any
 
 import torch
 
-#: Figures of single steps that a push of several steps holds the sums of.
-SUMMED = ("input", "work", "size")
-#: Vital signs of steps in a push; of more steps every second, or fewer of the earlier ones.
-MOST_SIGNS = 16
-
 
 class InputWatch:
     """Sees the first forward pass of a model after each step."""
@@ -63,24 +58,12 @@ class InputWatch:
         """Copies and saved models have a function in its place that returns what it is given: they need no Polytempo."""
         return getattr, ({}, "get")
 
-    def take(self, computed: Callable[[float], float], most: float) -> dict[str, float]:
-        """A step is made: fields of its push.
+    def take(self, computed: Callable[[float], float], most: float) -> tuple[float, float | None]:
+        """A step is made: its seconds of input, and its work where that was seen.
 
         Args:
             computed: Seconds of computing up to a moment.
             most: The same up to now.
         """
         first, elements, self._first, self._elements = self._first, self._elements, 0.0, 0
-        figures = {"input": min(max(computed(first), 0.0), most)} if first else {}
-        return figures | {"work": float(elements)} if elements else figures
-
-
-def add_figures(sums: dict[str, Any], about: dict[str, Any]) -> None:
-    """Add the figures of one more step, which are taken out of `about`."""
-    for name in SUMMED:
-        figure = about.pop(name, None)  # also where it is None: the sum may have one of a step before
-        if figure is not None:
-            sums[name] = sums.get(name, 0.0) + figure
-    if signs := about.pop("vital_signs", ()):
-        together = (*sums.get("vital_signs", ()), *signs)
-        sums["vital_signs"] = together[::-2][::-1] if len(together) > MOST_SIGNS else together  # with the last
+        return (min(max(computed(first), 0.0), most) if first else 0.0), (float(elements) if elements else None)

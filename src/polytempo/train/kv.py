@@ -30,6 +30,7 @@ from polytempo.compression.sparsification import Significant, TopK
 from polytempo.errors import UsageError, nearest
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import Push
+from polytempo.protocol.push import FirstValues, Gradient, Measures
 from polytempo.protocol.values import OptimizerSpec, PushId, TableInfo
 from polytempo.server.optimizer_state import dtype_name
 from polytempo.session.session import current
@@ -307,7 +308,8 @@ class KV:
             self._rows = RowTraffic(self._client, self._name, tables)
             self._state.take_rows = self._rows.take
             with self._session.lock:
-                self._client.register(self._name, self._optimizer_spec(), lambda: ({}, self._no_data()), self._state)
+                seed = lambda: (FirstValues(), self._no_data())  # noqa: E731
+                self._client.register(self._name, self._optimizer_spec(), seed, self._state)
             self.step = self._state.released - self._spec.ahead
 
     def _optimizer_spec(self) -> OptimizerSpec:
@@ -359,7 +361,12 @@ class KV:
         self.wait()
         identity = PushId(self._name, client.rank, client.incarnation, self.step)
         push = Push(
-            id=identity, version=known.version, samples=samples, sent=client.bytes_sent, received=client.bytes_received
+            id=identity,
+            version=known.version,
+            sent=client.bytes_sent,
+            received=client.bytes_received,
+            measures=Measures(samples=samples),
+            body=Gradient(),
         )
         with self._session.lock:
             client.push(self._rows.fill(Outstanding(push, self._no_data())))

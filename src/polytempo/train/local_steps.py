@@ -31,12 +31,12 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.protocol.push import Measures
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
 from polytempo.train.decoupled_turns import DecoupledTurns
 from polytempo.train.fragment import Fragment
-from polytempo.train.input_watch import add_figures
 from polytempo.train.loss_watch import BlockLoss, LossWatch
 from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
 
@@ -52,10 +52,8 @@ class LocalStepUpdate(StepUpdate):
         self.fragments = list(fragments)
         self._steps = 0
         self._averages = 0
-        self._computed = self._exchanged = 0.0  # seconds since the main fragment was sent
+        self._exchanged = 0.0  # seconds since the main fragment was sent
         self._hyper: GroupValues = ()  # of the last local step
-        self._about: dict[str, Any] = {}  # more fields of the next push
-        self._summed: dict[str, Any] = {}  # and those that are sums over its steps
         self._start_turns()
         waits = self._averaging.waits
         self._decoupled = None if waits else DecoupledTurns(self.fragments, self._send, self._count)
@@ -80,14 +78,12 @@ class LocalStepUpdate(StepUpdate):
         """One local step, and what is due after it."""
         began = time.perf_counter()
         result = self._make(request)
-        computed = request.about.pop("computed", 0.0) + time.perf_counter() - began
-        digest = self._about.get("gradient_digest") or request.about.get("gradient_digest", 0)
-        add_figures(self._summed, request.about)
-        self._about = {**request.about, "gradient_digest": digest}
-        self._computed += computed
+        request.measures.computed += time.perf_counter() - began
         self._steps += 1
-        for fragment in self.fragments:
-            fragment.made.add(request.samples, computed)
+        main, *others = self.fragments
+        main.made.add(request.measures)
+        for fragment in others:  # what is said of a step is said once
+            fragment.made.add(Measures(samples=request.measures.samples))
         self._take_turns()
         return result
 
@@ -95,7 +91,7 @@ class LocalStepUpdate(StepUpdate):
         wrapped, result = self._wrapped, None
         with self._held_rates():
             self._hyper = wrapped.hyper()
-            if request.skip or request.samples == 0:
+            if request.skip or request.measures.samples == 0:
                 if self._loss is not None:
                     self._loss.skip()
                 return None
@@ -106,7 +102,7 @@ class LocalStepUpdate(StepUpdate):
                 result = wrapped.optimizer.step(request.closure)
         if self._loss is not None:
             given = result if request.loss is None else request.loss
-            self._loss.add(given, request.samples, request.scale, request.unscaled)
+            self._loss.add(given, request.measures.samples, request.scale, request.unscaled)
         return result
 
     @contextmanager
@@ -164,13 +160,14 @@ class LocalStepUpdate(StepUpdate):
     def _send(self, fragment: Fragment) -> None:
         hyper = self._hyper or self._wrapped.hyper()
         rates = [float(group["lr"]) for group in hyper]
-        about: dict[str, Any] = {}
         if fragment is self.fragments[0]:
-            about = {**self._about, **self._summed, "computed": self._computed, "exchanged": self._exchanged}
-            self._about, self._summed, self._computed, self._exchanged = {}, {}, 0.0, 0.0
-            about |= {"lr": rates[0]} if self._averaging.lr else {}
-            about |= {"loss": self._loss.take(self._spec.text)} if self._loss is not None and fragment.made.count else {}
-        fragment.send(self._steps, hyper, rates, self._wrapped.finite, **about)
+            made = fragment.made
+            made.exchanged, self._exchanged = self._exchanged, 0.0
+            if self._averaging.lr:
+                made.lr = rates[0]
+            if self._loss is not None and made.count:
+                made.loss = self._loss.take(self._spec.text)
+        fragment.send(self._steps, hyper, rates, self._wrapped.finite)
 
     def _take(self, fragment: Fragment) -> None:
         fragment.take()

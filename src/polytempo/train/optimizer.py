@@ -37,6 +37,7 @@ from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.protocol.optimizer_names import beside, number_of
+from polytempo.protocol.push import Measures
 from polytempo.protocol.training_troubles import Circumstances
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.records.lines import MAIN
@@ -366,13 +367,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._given.take()
             self._given = None
         with torch.no_grad():
-            request = StepRequest(1.0 if samples is None else samples, self._unscale(), self._agreed, closure)
+            measures = Measures(samples=1.0 if samples is None else samples)
+            request = StepRequest(measures, self._unscale(), self._agreed, closure)
             request.weighed = samples is not None
             request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
             request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
             self._look_at_signs(request)  # before its time is taken: from there on a round may end without it
-            computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
-            request.about |= {"computed": computed, **self._figures(computed), **self._data_position(samples)}
+            measures.computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
+            self._look_at_input(measures)
+            self._look_at_data(measures, samples)
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
@@ -384,7 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """What this step shows of the training, for the guard against divergence."""
         if self._signs is not None:
             signs = self._signs.look(request)
-            request.about["vital_signs"] = () if signs is None else (signs,)
+            request.measures.vital_signs = () if signs is None else (signs,)
             if self._guard is not None:
                 self._guard.look(signs, self._update.steps)
 
@@ -405,25 +408,25 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         return self._session.computed(time.perf_counter())
 
-    def _figures(self, computed: float) -> dict[str, Any]:
+    def _look_at_input(self, measures: Measures) -> None:
         """How long this worker has waited for data, and the work of the step as the model saw it."""
         if self._input is None:
-            return {}
-        figures = self._input.take(self._session.computed, computed)
-        if self._spec.capabilities.by_speed:  # there the sampler says what the work is
-            figures.pop("work", None)
-        return figures
+            return
+        measures.input, work = self._input.take(self._session.computed, measures.computed)
+        if not self._spec.capabilities.by_speed:  # there the sampler says what the work is
+            measures.work = work
 
-    def _data_position(self, samples: float | None) -> dict[str, Any]:
+    def _look_at_data(self, measures: Measures, samples: float | None) -> None:
         """Where this worker is in its data and, in the first steps, a digest of its gradient."""
         if not self._is_first:
-            return {}
+            return
         self._to_digest -= self._to_digest > 0
-        digest = gradient_digest(self._params) if self._to_digest and not self._agreed else 0  # the mean is alike
+        if self._to_digest and not self._agreed:  # the mean is alike
+            measures.gradient_digest = gradient_digest(self._params)
         ledger = self._session.ledger
-        about = {"positions": ledger.trained(samples), "gradient_digest": digest}
-        size = samples if samples is not None else ledger.counted
-        return about if self._spec.capabilities.by_speed else {**about, "size": size}
+        measures.positions = ledger.trained(samples)
+        if not self._spec.capabilities.by_speed:
+            measures.size = samples if samples is not None else ledger.counted
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""

@@ -93,7 +93,8 @@ class CountedSteps(StepUpdate):
     def step(self, request: StepRequest) -> Any:
         computed = self._session.computed(time.perf_counter())
         result = self._update.step(request)
-        self._clock.count(request.samples, skip=request.skip, **{**request.about, "computed": computed})
+        request.measures.computed = computed
+        self._clock.count(request.measures, request.skip)
         return result
 
     def stats(self) -> dict[str, Any]:

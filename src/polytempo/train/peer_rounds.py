@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from polytempo.errors import PeerError
+from polytempo.protocol.push import Measures, no_steps
 from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_mean import GradientMean
@@ -98,22 +99,22 @@ class PeerRounds(RoundExchange):
     # In the communication thread.
 
     def exchange(
-        self, total: FlatBuffer | None, samples: float, count: int, hyper: GroupValues, **about: Any
+        self, total: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int]
     ) -> RoundOutcome:
-        began, watch = time.perf_counter(), self.reducer.copier.watch
-        if not about.get("busy"):
-            about["touched"], watch.touched, self._touched = watch.touched or self._touched, "", ""
-        about |= {"samples": samples, "count": count}
+        began, watch, busy = time.perf_counter(), self.reducer.copier.watch, measures.busy
+        if not busy:
+            self.reducer.touched, watch.touched, self._touched = watch.touched or self._touched, "", ""
         while True:
-            self.reducer.push(total, hyper, **about)
+            self.reducer.push(total, hyper, measures, absent)
             starts = deadline_of(self.reducer)
             try:
-                content = self._end(starts, bool(about.get("busy")))
+                content = self._end(starts, busy)
                 break
             except (
                 MissedRound
             ):  # the next round has closed without it, too: it reports that, without samples, and catches up
-                total, about = None, {"samples": 0.0, "count": 0, "busy": about.get("busy", False)}
+                total, measures, absent = None, no_steps(), ()
+                measures.busy = busy
         self.reducer.took(time.perf_counter() - began)
         return RoundOutcome(self.reducer.step, starts, self.reducer.answer.closed, content)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from polytempo.errors import PolytempoError, UsageError
-from polytempo.protocol.values import Position
+from polytempo.protocol.push import no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.session.ledger import united
 from polytempo.session.session import Session
@@ -104,8 +104,7 @@ class ShareUpdate(StepUpdate):
         self._update, self._session, self._spec, self._reducer, self._deals = update, session, spec, reducer, deals
         self._ledger = session.ledger
         self._sum = GradientSum(params)
-        self._positions: list[Position] = []  # of the micro-batches in the sum
-        self._about: dict[str, Any] = {}  # what they took
+        self._measures = no_steps()  # of the micro-batches in the sum
         if deals:
             self._ledger.resume(reducer.directive if reducer is not None else None)
         if spec.micro and reducer is not None:
@@ -119,14 +118,15 @@ class ShareUpdate(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         if not self._deals:
-            request.samples = request.samples if request.weighed else self.samples()
+            if not request.weighed:
+                request.measures.samples = self.samples()
             return self._update.step(request)
         batches = self._ledger.batches
         if not batches and self._session.together:
             raise UsageError(self._why_not_dealt())
         if not request.weighed:
-            request.samples = self._ledger.samples(upcoming=False)
-        request.about["work"] = float(sum(batch.cost for batch in batches))
+            request.measures.samples = self._ledger.samples(upcoming=False)
+        request.measures.work = float(sum(batch.cost for batch in batches))
         if not self._spec.micro:
             return self._push(request)
         self._collect(request)
@@ -140,17 +140,15 @@ class ShareUpdate(StepUpdate):
                 "several; use clip_norm= of DistributedOptimizer"
             )
         if not request.skip:
-            self._sum.add(request.samples)
-        self._positions += request.about["positions"]
-        for name in ("computed", "input", "work"):
-            self._about[name] = self._about.get(name, 0.0) + request.about.get(name, 0.0)
-        self._about["count"] = self._about.get("count", 0) + 1
+            self._sum.add(request.measures.samples)
+        self._measures.add(request.measures)
+        self._measures.vital_signs = request.measures.vital_signs  # values have not changed between those before
 
     def _push_sum(self, request: StepRequest) -> Any:
         """This worker's share is done."""
-        request.samples, request.skip = self._sum.samples, not self._sum.samples
-        request.about |= {**self._about, "positions": united(self._positions)}
-        self._about, self._positions = {}, []
+        request.measures, self._measures = self._measures, no_steps()
+        request.measures.positions = united(request.measures.positions)
+        request.measures.samples, request.skip = self._sum.samples, not self._sum.samples
         if request.skip:
             self._sum.drop()
         else:
@@ -158,7 +156,7 @@ class ShareUpdate(StepUpdate):
         return self._push(request)
 
     def _push(self, request: StepRequest) -> Any:
-        directive, request.about["drawn"] = None, self._ledger.freeze()
+        directive, request.measures.drawn = None, self._ledger.freeze()
         try:
             result = self._update.step(request)
             directive = self._reducer.directive if self._reducer is not None else None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from polytempo.client.client_state import ClientState
 from polytempo.protocol.optimizer_names import name_in_group
+from polytempo.protocol.push import Measures, Word
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.session.session import Session
@@ -49,21 +49,21 @@ class StepClock:
         """Seconds for which the mode has made this worker wait."""
         return self._clock.state.waited
 
-    def count(self, samples: float, **about: Any) -> bool:
+    def count(self, measures: Measures, skip: bool = False) -> bool:
         """Report a step of this worker.
 
         Args:
-            samples: The number of its examples.
-            **about: More fields of the `Push` message.
+            measures: What it was; its samples are its examples, where nothing else says how many these are.
+            skip: It has changed nothing.
 
         Returns:
             Whether the budget of the job is used up.
         """
         clock, began = self._clock, time.perf_counter()
         traffic = clock.client.bytes_sent, clock.client.bytes_received
-        about.setdefault("computed", began - self._returned)
-        about.setdefault("size", samples)
-        clock.push(({},), traffic, samples=samples, **about)
+        if not measures.computed:
+            measures.computed = began - self._returned
+        clock.push(Word(hyper=({},), skip=skip), measures, traffic)
         clock.wait_for(clock.step + 1)
         clock.step = clock.state.released
         self._returned = time.perf_counter()

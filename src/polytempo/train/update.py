@@ -17,13 +17,14 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from polytempo.optim.worker_momentum import ChangeMomentum
+from polytempo.protocol.push import Measures
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.gradient_mean import GradientMean
@@ -53,11 +54,10 @@ class Wrapped:
 class StepRequest:
     """One call of `step()`."""
 
-    samples: float  #: the weight of this worker's gradient
+    measures: Measures  #: what its push says of this worker; first of all the weight of its gradient
     skip: bool  #: the step changes nothing: a GradScaler has found gradients that are not finite
     agreed: bool  #: `synchronize()` was called: `.grad` is the mean already
     closure: Callable[[], Any] | None = None
-    about: dict[str, Any] = field(default_factory=dict)  #: more fields of the push
     loss: Any = None  #: the loss, where the script gave it or a closure has returned it
     scale: Any = None  #: what a GradScaler has multiplied the loss by
     weighed: bool = False  #: the script gave the weight
@@ -113,13 +113,13 @@ class PushGradient(StepUpdate):
         wrapped, reducer = self._wrapped, self._reducer
         reducer.take_answer()
         buffer: FlatBuffer | None = None
-        if not request.skip and (self._barrier or request.samples):  # in a round others wait for a push of weight zero
+        measures, absent = request.measures, tuple[int, ...]()
+        if not request.skip and (self._barrier or measures.samples):  # in a round others wait for a push of weight zero
             if not self._barrier:
                 wrapped.clip()
             buffer, absent = reducer.gradients()
-            nonfinite = wrapped.finite.check(buffer, reducer.step, wrapped.tables.is_finite())
-            request.about |= {"absent": absent, "nonfinite": nonfinite}
-        reducer.push(buffer, wrapped.hyper(), samples=request.samples, **request.about)
+            measures.nonfinite = wrapped.finite.check(buffer, reducer.step, wrapped.tables.is_finite())
+        reducer.push(buffer, wrapped.hyper(), measures, absent)
 
 
 class PushChange(StepUpdate):
@@ -136,16 +136,16 @@ class PushChange(StepUpdate):
     def step(self, request: StepRequest) -> Any:
         wrapped, reducer = self._wrapped, self._reducer
         reducer.take_answer()
-        skip, loss = request.skip or (self._momentum is not None and not request.samples), None
+        measures, loss = request.measures, None
+        skip = request.skip or (self._momentum is not None and not measures.samples)
         if self._barrier and not request.agreed:
-            skip = reducer.agree(wrapped.hyper(), request.samples, skip)
+            skip = reducer.agree(wrapped.hyper(), measures.samples, skip)
         buffer: FlatBuffer | None = None
         if not skip:
             wrapped.clip()
             buffer, loss = self._new_values() if self._barrier else self._change(request.closure)
-            nonfinite = wrapped.finite.check(buffer, reducer.step)
-            request.about |= {"kind": "value" if self._barrier else "delta", "nonfinite": nonfinite}
-        reducer.push(buffer, wrapped.hyper(), samples=request.samples, **request.about)
+            measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
+        reducer.push(buffer, wrapped.hyper(), measures)
         return loss
 
     def _new_values(self) -> tuple[FlatBuffer, None]:
@@ -193,11 +193,10 @@ class StepOnMean(StepUpdate):
 
     def step(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
-        buffer: FlatBuffer | None = None
-        if not request.skip:
-            buffer, absent = reducer.gradients()
-            request.about |= {"absent": absent, "nonfinite": wrapped.finite.check(buffer, reducer.step)}
-        reducer.push(buffer, wrapped.hyper(), average=not request.agreed, samples=request.samples, **request.about)
+        buffer, absent = (None, ()) if request.skip else reducer.gradients()
+        if buffer is not None:
+            request.measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
+        reducer.push(buffer, wrapped.hyper(), request.measures, absent, average=not request.agreed)
         self._apply(request.agreed)
 
     def join(self) -> None:
@@ -228,7 +227,7 @@ class StepAlone(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         self._steps += 1
-        if request.skip or request.samples == 0:
+        if request.skip or request.measures.samples == 0:
             return None
         self._wrapped.clip()
         self._wrapped.tables.step_alone()

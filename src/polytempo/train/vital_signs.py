@@ -93,7 +93,7 @@ class StepSigns:
         """A step is about to be made; None where there is nothing to tell. Gradients that are skipped, or weigh nothing, say
         nothing of the training."""
         seen = self._losses.take()
-        if request.skip or not request.samples or not any(_is_dense(sample.param.grad) for sample in self._samples):
+        if request.skip or not request.measures.samples or not any(_is_dense(sample.param.grad) for sample in self._samples):
             return None
         loss = self._loss(request, seen) if len(self._session.guards) == 1 else None
         values = _joined([sample.take(sample.param) for sample in self._samples])
