@@ -10,7 +10,7 @@ from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
 from polytempo.session.session import Session, as_current
-from polytempo.train.update import StepRequest
+from polytempo.train.driver import StepRequest
 from polytempo.train.vital_signs import StepSigns
 
 

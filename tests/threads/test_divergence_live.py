@@ -21,8 +21,8 @@ from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
+from polytempo.train.driver import StepRequest
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.update import StepRequest
 from polytempo.train.vital_signs import StepSigns
 
 pytestmark = pytest.mark.timeout(60)

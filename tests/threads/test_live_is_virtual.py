@@ -11,7 +11,7 @@ import torch
 from helpers import check_record, loss_of, small_batches, small_model
 
 from polytempo.session.session import Session
-from polytempo.sync.machine import Compute, MachineEntry, SendPush
+from polytempo.sync.machine import Compute, MachineEntry, PushStep, SendPush
 from polytempo.sync.spec import parse_spec
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -21,7 +21,10 @@ pytestmark = pytest.mark.timeout(60)
 STEPS, WORKERS = 12, 3
 
 #: The modes whose worker's half is performed by the driver.
-MODES = ("gossip:ring", "gossip:ring,overlap=1", "gossip:exp", "adpsgd:ring", "downpour:push=3,fetch=2", "downpour")
+MODES = (
+    *("bsp", "bsp+backup:1", "ssp:1", "dssp:1..4", "asp", "every:4", "delay:0", "delay:3", "asup"),
+    *("gossip:ring", "gossip:ring,overlap=1", "gossip:exp", "adpsgd:ring", "downpour:push=3,fetch=2", "downpour"),
+)
 
 
 @pytest.mark.parametrize("sync", MODES)
@@ -45,5 +48,5 @@ def test_fresh_machines_give_the_same_orders(sync: str, tmp_path: Path) -> None:
         assert [tuple(fresh.handle(one.event, one.now, one.part)) for one in told] == [one.orders for one in told]
         ordered = [order for one in told for order in one.orders]
         assert sum(type(order) is Compute for order in ordered) == STEPS + 1, "the last is for a step that never comes"
-        assert sum(order.count for order in ordered if isinstance(order, SendPush)) == STEPS
+        assert sum(order.count if isinstance(order, SendPush) else type(order) is PushStep for order in ordered) == STEPS
     check_record(tmp_path)

@@ -108,6 +108,11 @@ class Reducer(ABC):
         """Wait, as the mode says, for the end of the round that was begun; the result is there then."""
 
     @property
+    def released(self) -> int:
+        """The last step that this worker may start; `step` is the next that it makes."""
+        return max(self.step, self.client_state.released)
+
+    @property
     def directive(self) -> Directive | None:
         """What the policy has said of the step that starts, beside that it may."""
         return self.client_state.answer.directive

@@ -16,9 +16,9 @@ from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.pair_exchange import PairExchange
 from polytempo.sync.machine import AddStep, AskPartner, Begin, SendPush, Snapshot, StepHere, WorkerMachine
-from polytempo.train.driver import LivePerforms, MachineUpdate, nothing
+from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.gossip import LocalStep, changes_since
-from polytempo.train.update import StepRequest, Wrapped
+from polytempo.train.update import Wrapped
 from polytempo.transport.buffer_pool import Pool
 
 

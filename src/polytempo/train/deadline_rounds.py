@@ -44,7 +44,8 @@ from polytempo.session.ledger import united
 from polytempo.session.session import Session
 from polytempo.sync.anytime import Pace, fits, latest
 from polytempo.sync.spec import Spec
-from polytempo.train.update import StepRequest, StepUpdate, Wrapped
+from polytempo.train.driver import StepRequest, StepUpdate
+from polytempo.train.update import Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
 LOOK = 1.0

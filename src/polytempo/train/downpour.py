@@ -37,8 +37,8 @@ from polytempo.sync.machine import (
     StepHere,
     WorkerMachine,
 )
-from polytempo.train.driver import LivePerforms, MachineUpdate, nothing
-from polytempo.train.update import StepRequest, Wrapped
+from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
+from polytempo.train.update import Wrapped
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]

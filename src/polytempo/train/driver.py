@@ -10,16 +10,68 @@ order means for tensors is said by those that know them, in a table.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
-from polytempo.protocol.push import no_steps
+import torch
+
+from polytempo.protocol.push import Measures, no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.sync.actions import Admit, Release
-from polytempo.sync.machine import COMPUTED, Compute, LoggedMachine, Orders, WorkerEvent, WorkerMachine
+from polytempo.sync.machine import COMPUTED, DROPPED, Compute, LoggedMachine, Orders, WorkerEvent, WorkerMachine
 from polytempo.sync.spec import Spec
-from polytempo.train.update import StepRequest, StepUpdate
+
+
+@dataclass
+class StepRequest:
+    """One call of `step()`."""
+
+    measures: Measures  #: what its push says of this worker; first of all the weight of its gradient
+    skip: bool  #: the step changes nothing: a GradScaler has found gradients that are not finite
+    agreed: bool  #: `synchronize()` was called: `.grad` is the mean already
+    closure: Callable[[], Any] | None = None
+    loss: Any = None  #: the loss, where the script gave it or a closure has returned it
+    scale: Any = None  #: what a GradScaler has multiplied the loss by
+    weighed: bool = False  #: the script gave the weight
+    unscaled: bool = False  #: a GradScaler has multiplied it, and the script has unscaled the gradients
+
+
+class StepUpdate(ABC):
+    """One way to make the update."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """The number of steps so far."""
+
+    @abstractmethod
+    def step(self, request: StepRequest) -> Any:
+        """Make one step; what the closure returned, if this way calls it."""
+
+    def join(self) -> None:
+        """This worker has run out of data: take part until all others have."""
+
+    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+        """Before a step: refuse other parameters than at the start, and deal with values that the script has written."""
+        reducer.check_same(params)
+        reducer.renew()
+        reducer.carry_changes()
+
+    def push_values(self, reducer: Reducer) -> None:
+        """Make this worker's values the job's."""
+        reducer.renew(compare=False)
+        reducer.push_values()
+
+    def consolidate(self, reducer: Reducer) -> None:
+        """Load the job's newest values."""
+        reducer.read_values()
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this way."""
+        return {}
+
 
 #: What each kind of order does here.
 LivePerforms = dict[type, Callable[[Any], object]]
@@ -78,8 +130,11 @@ class MachineUpdate(StepUpdate):
         self._hear()
 
     def _hear(self) -> None:
+        """Tell the machine of the release that has come."""
         reducer = self._reducer
-        self._tell(Release(reducer.session.rank, reducer.step, reducer.step, reducer.directive))
+        if reducer.step > self._machine.step:  # its push was discarded, and the job is further
+            self._tell(DROPPED)
+        self._tell(Release(reducer.session.rank, reducer.released, reducer.step, reducer.directive))
 
     def _tell(self, event: WorkerEvent) -> None:
         self._obey(self._machine.handle(event, time.monotonic()))

@@ -19,8 +19,8 @@ from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gossip_exchange import GossipExchange
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.sync.machine import AddStep, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
-from polytempo.train.driver import LivePerforms, MachineUpdate, nothing
-from polytempo.train.update import StepRequest, Wrapped, step_unwrapped
+from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
+from polytempo.train.update import Wrapped, step_unwrapped
 from polytempo.transport.buffer_pool import Pool
 
 

@@ -36,9 +36,10 @@ from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
 from polytempo.train.decoupled_turns import DecoupledTurns
+from polytempo.train.driver import StepRequest, StepUpdate
 from polytempo.train.fragment import Fragment
 from polytempo.train.loss_watch import BlockLoss, LossWatch
-from polytempo.train.update import StepRequest, StepUpdate, Wrapped, step_unwrapped
+from polytempo.train.update import Wrapped, step_unwrapped
 
 
 class LocalStepUpdate(StepUpdate):

@@ -61,7 +61,7 @@ from polytempo.train.communication import Group
 from polytempo.train.companions import Companions
 from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
-from polytempo.train.driver import machine_for
+from polytempo.train.driver import StepRequest, StepUpdate, machine_for
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
 from polytempo.train.input_watch import InputWatch
@@ -72,17 +72,7 @@ from polytempo.train.peer_rounds import PeerRounds
 from polytempo.train.script_state import GivenState, WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_clock import StepClock
-from polytempo.train.update import (
-    PushChange,
-    PushGradient,
-    StepAlone,
-    StepOnMean,
-    StepRequest,
-    StepUpdate,
-    Wrapped,
-    is_observed,
-    unscale,
-)
+from polytempo.train.update import PushChange, PushGradient, StepAlone, StepOnMean, Wrapped, is_observed, unscale
 from polytempo.train.validation import (
     OptimizerArguments,
     check_choices,
@@ -647,12 +637,12 @@ def _make_update(
         rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
         return DeadlineUpdate(reducer.session, wrapped, rounds, spec, beside(reducer.name) == MAIN)
     if reducer.mean is not None:
-        return StepOnMean(wrapped, reducer, reducer.mean)
+        return StepOnMean(wrapped, reducer, machine_for(spec, reducer), reducer.mean)
     if spec.local is not None:
         return DownpourUpdate(wrapped, reducer, machine_for(spec, reducer), spec.local)
     if apply == "delta":
-        return PushChange(wrapped, reducer, spec.capabilities.rounds, momentum)
-    return PushGradient(wrapped, reducer, spec.capabilities.rounds)
+        return PushChange(wrapped, reducer, machine_for(spec, reducer), spec.capabilities.rounds, momentum)
+    return PushGradient(wrapped, reducer, machine_for(spec, reducer), spec.capabilities.rounds)
 
 
 def _take_over(optimizer: DistributedOptimizer, params: Sequence[torch.Tensor], names: Sequence[str]) -> None:

@@ -18,8 +18,8 @@ from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec
 from polytempo.train.communication import Group
+from polytempo.train.driver import StepRequest, StepUpdate
 from polytempo.train.step_clock import StepClock
-from polytempo.train.update import StepRequest, StepUpdate
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from polytempo.reducer.reducer import Reducer
 from polytempo.session.ledger import united
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
-from polytempo.train.update import StepRequest, StepUpdate
+from polytempo.train.driver import StepRequest, StepUpdate
 
 #: Sums of narrow gradients are kept wider: a sum over samples is larger than a mean.
 NARROW = (torch.float16, torch.bfloat16)

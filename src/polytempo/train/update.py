@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from polytempo.optim.worker_momentum import ChangeMomentum
-from polytempo.protocol.push import Measures
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.optimizer_spec import RuleAlone
 from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.sync.machine import COMPUTED, PushStep, WorkerMachine
+from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, StepUpdate
 from polytempo.train.model_tables import ModelTables
 
 
@@ -50,68 +51,35 @@ class Wrapped:
             torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
 
 
-@dataclass
-class StepRequest:
-    """One call of `step()`."""
+class PushEachStep(MachineUpdate):
+    """What is common to the ways in which each step is a push. Its answer, or room for another one, is waited for with it:
+    a server that this worker has to itself comes over to its core meanwhile."""
 
-    measures: Measures  #: what its push says of this worker; first of all the weight of its gradient
-    skip: bool  #: the step changes nothing: a GradScaler has found gradients that are not finite
-    agreed: bool  #: `synchronize()` was called: `.grad` is the mean already
-    closure: Callable[[], Any] | None = None
-    loss: Any = None  #: the loss, where the script gave it or a closure has returned it
-    scale: Any = None  #: what a GradScaler has multiplied the loss by
-    weighed: bool = False  #: the script gave the weight
-    unscaled: bool = False  #: a GradScaler has multiplied it, and the script has unscaled the gradients
+    def performs(self) -> LivePerforms:
+        return {PushStep: lambda order: self._push(self._request)}
 
-
-class StepUpdate(ABC):
-    """One way to make the update."""
-
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """The number of steps so far."""
-
-    @abstractmethod
     def step(self, request: StepRequest) -> Any:
-        """Make one step; what the closure returned, if this way calls it."""
+        self._reducer.take_answer()
+        self._request, self._result = request, None
+        self._tell(COMPUTED)
+        self._hear()
+        return self._result
 
-    def join(self) -> None:
-        """This worker has run out of data: take part until all others have."""
-
-    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
-        """Before a step: refuse other parameters than at the start, and deal with values that the script has written."""
-        reducer.check_same(params)
-        reducer.renew()
-        reducer.carry_changes()
-
-    def push_values(self, reducer: Reducer) -> None:
-        """Make this worker's values the job's."""
-        reducer.renew(compare=False)
-        reducer.push_values()
-
-    def consolidate(self, reducer: Reducer) -> None:
-        """Load the job's newest values."""
-        reducer.read_values()
-
-    def stats(self) -> dict[str, Any]:
-        """Figures of this way."""
-        return {}
+    @abstractmethod
+    def _push(self, request: StepRequest) -> None:
+        """What the step has made goes out, and its answer comes in."""
 
 
-class PushGradient(StepUpdate):
+class PushGradient(PushEachStep):
     """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, barrier: bool) -> None:
-        self._wrapped, self._reducer, self._barrier = wrapped, reducer, barrier
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool) -> None:
+        super().__init__(machine, reducer)
+        self._wrapped, self._barrier = wrapped, barrier
+        self.start()
 
-    @property
-    def steps(self) -> int:
-        return self._reducer.step
-
-    def step(self, request: StepRequest) -> None:
+    def _push(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
-        reducer.take_answer()
         buffer: FlatBuffer | None = None
         measures, absent = request.measures, tuple[int, ...]()
         if not request.skip and (self._barrier or measures.samples):  # in a round others wait for a push of weight zero
@@ -122,31 +90,33 @@ class PushGradient(StepUpdate):
         reducer.push(buffer, wrapped.hyper(), measures, absent)
 
 
-class PushChange(StepUpdate):
+class PushChange(PushEachStep):
     """The wrapped optimizer runs here, and the servers add the changes; `barrier`: they take the new values, which are the
     same on all workers, since all run on the agreed mean. `momentum` makes of a change what is pushed."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, barrier: bool, momentum: ChangeMomentum | None = None) -> None:
-        self._wrapped, self._reducer, self._barrier, self._momentum = wrapped, reducer, barrier, momentum
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        reducer: Reducer,
+        machine: WorkerMachine,
+        barrier: bool,
+        momentum: ChangeMomentum | None = None,
+    ) -> None:
+        super().__init__(machine, reducer)
+        self._wrapped, self._barrier, self._momentum = wrapped, barrier, momentum
+        self.start()
 
-    @property
-    def steps(self) -> int:
-        return self._reducer.step
-
-    def step(self, request: StepRequest) -> Any:
-        wrapped, reducer = self._wrapped, self._reducer
-        reducer.take_answer()
-        measures, loss = request.measures, None
+    def _push(self, request: StepRequest) -> None:
+        wrapped, reducer, measures = self._wrapped, self._reducer, request.measures
         skip = request.skip or (self._momentum is not None and not measures.samples)
         if self._barrier and not request.agreed:
             skip = reducer.agree(wrapped.hyper(), measures.samples, skip)
         buffer: FlatBuffer | None = None
         if not skip:
             wrapped.clip()
-            buffer, loss = self._new_values() if self._barrier else self._change(request.closure)
+            buffer, self._result = self._new_values() if self._barrier else self._change(request.closure)
             measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
         reducer.push(buffer, wrapped.hyper(), measures)
-        return loss
 
     def _new_values(self) -> tuple[FlatBuffer, None]:
         self._wrapped.optimizer.step()
@@ -181,28 +151,30 @@ class PushChange(StepUpdate):
         return None
 
 
-class StepOnMean(StepUpdate):
+class StepOnMean(PushEachStep):
     """Every worker runs the wrapped optimizer on the mean gradient."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, mean: GradientMean) -> None:
-        self._wrapped, self._reducer, self._mean = wrapped, reducer, mean
-
-    @property
-    def steps(self) -> int:
-        return self._reducer.step
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, mean: GradientMean) -> None:
+        super().__init__(machine, reducer)
+        self._wrapped, self._mean = wrapped, mean
+        self.start()
 
     def step(self, request: StepRequest) -> None:
+        super().step(request)
+        self._apply(request.agreed)
+
+    def _push(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
         buffer, absent = (None, ()) if request.skip else reducer.gradients()
         if buffer is not None:
             request.measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
         reducer.push(buffer, wrapped.hyper(), request.measures, absent, average=not request.agreed)
-        self._apply(request.agreed)
 
     def join(self) -> None:
         with torch.no_grad():
             while not self._reducer.join():
                 self._apply(agreed=False)
+        self.start()  # at the step that all have come to
 
     def _apply(self, agreed: bool) -> None:
         if self._mean.skipped:

@@ -23,8 +23,8 @@ from polytempo.reducer.device_moves import is_permuted
 from polytempo.reducer.gradient_checks import OwnReport
 from polytempo.session.session import Session
 from polytempo.sync.divergence import DivergenceRule, Seen
+from polytempo.train.driver import StepRequest
 from polytempo.train.loss_watch import LossWatch, wide
-from polytempo.train.update import StepRequest
 
 #: How much of a model is looked at: of so few tensors these many elements, in runs that lie side by side.
 TENSORS, ELEMENTS, RUN = 4, 256, 16
