@@ -49,7 +49,7 @@ from polytempo.protocol.messages import (
     Welcome,
     encode,
 )
-from polytempo.protocol.push import FirstValues, Gradient, Measures, NewState
+from polytempo.protocol.push import FirstValues, Measures, NewState, PushedGradient
 from polytempo.protocol.values import (
     BufferRange,
     Keys,
@@ -72,7 +72,7 @@ pytestmark = pytest.mark.timeout(60)
 
 ME, SIZE = 1, 6
 MINE = PushId("0", ME, 0, 0)
-GOOD = Push(id=MINE, body=Gradient(hyper=({"lr": 0.1},)))
+GOOD = Push(id=MINE, body=PushedGradient(hyper=({"lr": 0.1},)))
 STATE = PushId("0", ME, 0, -2)
 WHOLE = [numpy.zeros(4 * SIZE, dtype=numpy.uint8)]
 TENSOR = TensorInfo("w", (2,), "float32", 0)

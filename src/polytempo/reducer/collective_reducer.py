@@ -38,7 +38,7 @@ from polytempo.profile_ranges import profiled
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
-from polytempo.protocol.push import Measures, Word, no_steps
+from polytempo.protocol.push import Measures, StepReport, no_steps
 from polytempo.protocol.training_troubles import ended_early
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
@@ -456,7 +456,7 @@ class CollectiveReducer(Reducer):
             # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
             # mean and, should another have died in it, waits for this rank to form the group again.
             self._clock.wait_for(self.step)
-            self._clock.push(Word(hyper=hyper, absent=tuple(absent), skip=skip), measures, self.traffic())
+            self._clock.push(StepReport(hyper=hyper, absent=tuple(absent), skip=skip), measures, self.traffic())
             self._clock.step += 1
         early = self._blocks and measures.count != self.period  # its worker stands at another step of a schedule
         self._hyper = "" if early else _lines(hyper)
@@ -508,7 +508,7 @@ class CollectiveReducer(Reducer):
     def join(self) -> bool:
         if self._clock is not None and self.session.client is not None:  # the sequencer waits for this rank, too
             self._clock.wait_for(self.step)
-            self._clock.push(Word(), no_steps(), self.traffic())
+            self._clock.push(StepReport(), no_steps(), self.traffic())
             self._clock.step += 1
             self.step += 1
         return self._finish(Ballot(0.0, ran_out=True), "").over

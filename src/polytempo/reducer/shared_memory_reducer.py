@@ -25,7 +25,7 @@ from polytempo.errors import PeerError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.optimizer_names import number_of, number_of_part
-from polytempo.protocol.push import Measures, Word
+from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
@@ -170,7 +170,7 @@ class SharedMemoryReducer(Reducer):
         average: bool = True,
     ) -> None:
         self._averages = average
-        self._report(self._clock, Word(hyper=hyper, absent=tuple(absent), skip=buffer is None), measures)
+        self._report(self._clock, StepReport(hyper=hyper, absent=tuple(absent), skip=buffer is None), measures)
 
     def finish(self) -> None:
         self._take_part(self._clock, self._averages)
@@ -180,19 +180,19 @@ class SharedMemoryReducer(Reducer):
         if self._agreement is None:
             self._agreement = SequencerClient(self.session, self.spec, ClientState(f"{self.name}/mean"))
         absent = () if skip else self.gradients()[1]
-        self._report(self._agreement, Word(absent=absent, skip=skip), Measures(samples=samples))
+        self._report(self._agreement, StepReport(absent=absent, skip=skip), Measures(samples=samples))
         self._take_part(self._agreement, True)
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped
 
-    def _report(self, clock: SequencerClient, word: Word, measures: Measures) -> None:
+    def _report(self, clock: SequencerClient, report: StepReport, measures: Measures) -> None:
         """Begin a round of a clock: this worker's slot is filled."""
         began = time.perf_counter()
-        if self._on_device is not None and not word.skip:
+        if self._on_device is not None and not report.skip:
             self._on_device.wait_until_filled()
-        word.touched = self.copier.watch.touched
-        clock.push(word, measures, self.traffic())
+        report.touched = self.copier.watch.touched
+        clock.push(report, measures, self.traffic())
         self._took = time.perf_counter() - began
 
     def _take_part(self, clock: SequencerClient, average: bool) -> None:
