@@ -12,16 +12,26 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from polytempo.protocol.push import no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.sync.actions import Admit, Release
-from polytempo.sync.machine import COMPUTED, Compute, Orders, WorkerEvent, WorkerMachine
+from polytempo.sync.machine import COMPUTED, Compute, LoggedMachine, Orders, WorkerEvent, WorkerMachine
+from polytempo.sync.spec import Spec
 from polytempo.train.update import StepRequest, StepUpdate
 
 #: What each kind of order does here.
 LivePerforms = dict[type, Callable[[Any], object]]
+
+
+def machine_for(spec: Spec, reducer: Reducer) -> WorkerMachine:
+    """A fresh machine for an optimizer of this worker, whose events and orders the session may want to see."""
+    session = reducer.session
+    machine = spec.machine(session.rank)
+    if session.machine_log is None:
+        return machine
+    return cast(WorkerMachine, LoggedMachine(machine, reducer.name, session.machine_log))
 
 
 def nothing(order: object) -> None:

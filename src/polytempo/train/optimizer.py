@@ -61,6 +61,7 @@ from polytempo.train.communication import Group
 from polytempo.train.companions import Companions
 from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
+from polytempo.train.driver import machine_for
 from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
 from polytempo.train.input_watch import InputWatch
@@ -638,7 +639,7 @@ def _make_update(
         return LocalStepUpdate(reducer.session, wrapped, fragments, spec)
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
         gossip = spec.gossip
-        machine = spec.machine(reducer.session.rank)
+        machine = machine_for(spec, reducer)
         if gossip.asynchronous:
             return PairUpdate(wrapped, reducer, machine)
         return GossipUpdate(wrapped, reducer, machine, gossip.overlap)
@@ -648,7 +649,7 @@ def _make_update(
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, reducer.mean)
     if spec.local is not None:
-        return DownpourUpdate(wrapped, reducer, spec.machine(reducer.session.rank), spec.local)
+        return DownpourUpdate(wrapped, reducer, machine_for(spec, reducer), spec.local)
     if apply == "delta":
         return PushChange(wrapped, reducer, spec.capabilities.rounds, momentum)
     return PushGradient(wrapped, reducer, spec.capabilities.rounds)

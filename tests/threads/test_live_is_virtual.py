@@ -1,0 +1,49 @@
+"""Live equals virtual: what machines were told in a live job, told to fresh machines, gives the same orders in their order;
+and the recorded events of the job, told to a fresh policy, give the recorded actions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import check_record, loss_of, small_batches, small_model
+
+from polytempo.session.session import Session
+from polytempo.sync.machine import Compute, MachineEntry, SendPush
+from polytempo.sync.spec import parse_spec
+from polytempo.testing.threads import ThreadJob
+from polytempo.train.optimizer import DistributedOptimizer
+
+pytestmark = pytest.mark.timeout(60)
+
+STEPS, WORKERS = 12, 3
+
+#: The modes whose worker's half is performed by the driver.
+MODES = ("gossip:ring", "gossip:ring,overlap=1", "gossip:exp", "adpsgd:ring", "downpour:push=3,fetch=2", "downpour")
+
+
+@pytest.mark.parametrize("sync", MODES)
+def test_fresh_machines_give_the_same_orders(sync: str, tmp_path: Path) -> None:
+    logs: dict[int, list[MachineEntry]] = defaultdict(list)
+
+    def work(session: Session) -> None:
+        session.machine_log = logs[session.rank].append
+        model = small_model()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        for batches in small_batches(STEPS, [4] * WORKERS):
+            optimizer.zero_grad()
+            loss_of(model, batches[session.rank]).backward()
+            optimizer.step()
+
+    with ThreadJob(WORKERS, 1, sync, record=tmp_path) as job:
+        job.run(work)
+    spec = parse_spec(sync)
+    for rank in range(WORKERS):
+        told, fresh = logs[rank], spec.machine(rank)
+        assert [tuple(fresh.handle(one.event, one.now, one.part)) for one in told] == [one.orders for one in told]
+        ordered = [order for one in told for order in one.orders]
+        assert sum(type(order) is Compute for order in ordered) == STEPS + 1, "the last is for a step that never comes"
+        assert sum(order.count for order in ordered if isinstance(order, SendPush)) == STEPS
+    check_record(tmp_path)
