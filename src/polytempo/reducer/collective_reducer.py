@@ -410,7 +410,7 @@ class CollectiveReducer(Reducer):
         ruled = (self._blocks or self._measured) and self._clock is None
         self._rule = RuleByBallot(spec.sync, members) if ruled else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
-        self._averages = True
+        self._averages = True  # the round under way makes the mean; else `agree` has made it
         self._expected: Callable[[], float] | None = None  # what the next push will weigh
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
@@ -442,16 +442,9 @@ class CollectiveReducer(Reducer):
 
     # A step.
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         began = time.perf_counter()
-        skip, self._averages, self._count = buffer is None, average, measures.count
+        skip, self._count = buffer is None, measures.count
         if self._clock is not None:
             # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
             # mean and, should another have died in it, waits for this rank to form the group again.
@@ -473,7 +466,7 @@ class CollectiveReducer(Reducer):
             computed=measures.computed,
             drawn=measures.drawn,
         )
-        if self.hooks is None and average:
+        if self.hooks is None and self._averages:
             self._rounds.launch(self._ballot.weight)
         self._took = time.perf_counter() - began
 
@@ -481,6 +474,7 @@ class CollectiveReducer(Reducer):
         began = time.perf_counter()
         if self._averages:
             self._round(self._ballot, self._hyper)
+        self._averages = True
         self.step += 1
         self._steps += self._count
         if self._clock is not None and (self._blocks or self._measured):
@@ -501,6 +495,7 @@ class CollectiveReducer(Reducer):
         absent = () if skip else self.gradients()[1]
         touched = bool(self.copier.watch.touched)
         self._round(Ballot(samples, skips=skip, absent=frozenset(absent), touched=touched), _lines(hyper))
+        self._averages = False
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped

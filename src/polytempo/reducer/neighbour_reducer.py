@@ -96,7 +96,6 @@ class NeighbourReducer(Reducer):
         hyper: GroupValues,
         measures: Measures,
         absent: Sequence[int] = (),
-        average: bool = True,
         skip: bool = False,
     ) -> None:
         """Report a step; `skip`: it has changed nothing."""

@@ -94,14 +94,7 @@ class PeerReducer(Reducer):
 
     # A round.
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         """Report this worker's part of a round."""
         self.sums.put(buffer, self.step)
         touched, self.touched = self.touched, ""

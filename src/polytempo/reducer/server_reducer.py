@@ -294,25 +294,11 @@ class ServerReducer(Reducer):
         with torch.no_grad():
             buffer.found_finite(index, momentum.push(param, dense(param.grad), buffer.view(index), keeps))
 
-    def push(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
-            super().push(buffer, hyper, measures, absent, average)
+            super().push(buffer, hyper, measures, absent)
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         self.take_answer()
         began = time.perf_counter()
         skip = buffer is None

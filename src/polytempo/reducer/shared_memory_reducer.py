@@ -92,7 +92,8 @@ class SharedMemoryReducer(Reducer):
         own_memory = hooked and self._on_device is None
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
-        self._averages, self._took = True, 0.0  # of the round under way
+        self._averages = True  # the round under way makes the mean; else `agree` has made it
+        self._took = 0.0  # by the round under way so far
         self._handed = 0
 
     def _device_of(self, params: Sequence[torch.Tensor]) -> Device | None:
@@ -161,19 +162,12 @@ class SharedMemoryReducer(Reducer):
 
     # A step.
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
-        self._averages = average
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         self._report(self._clock, StepReport(hyper=hyper, absent=tuple(absent), skip=buffer is None), measures)
 
     def finish(self) -> None:
         self._take_part(self._clock, self._averages)
+        self._averages = True
         self.step, self.waited = self._clock.step, self._clock.waited
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
@@ -182,6 +176,7 @@ class SharedMemoryReducer(Reducer):
         absent = () if skip else self.gradients()[1]
         self._report(self._agreement, StepReport(absent=absent, skip=skip), Measures(samples=samples))
         self._take_part(self._agreement, True)
+        self._averages = False
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped

@@ -196,7 +196,7 @@ class StepOnMean(StepUpdate):
         buffer, absent = (None, ()) if request.skip else reducer.gradients()
         if buffer is not None:
             request.measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
-        reducer.push(buffer, wrapped.hyper(), request.measures, absent, average=not request.agreed)
+        reducer.push(buffer, wrapped.hyper(), request.measures, absent)
         self._apply(request.agreed)
 
     def join(self) -> None:
