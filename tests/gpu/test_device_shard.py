@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import Gradient
+from polytempo.protocol.push import PushedGradient
 from polytempo.protocol.values import PushId
 from polytempo.server.optimizer_state import as_bytes, as_tensor, pack, unpack
 from polytempo.server.optimizers import ELEMENTWISE, WHOLE
@@ -159,7 +159,11 @@ def test_an_update_makes_the_host_wait_for_nothing(gpu: Any) -> None:
                     torch.cuda.set_sync_debug_mode("error")
                 try:
                     parts = [
-                        (Push(id=PushId("0", worker, 0, step), body=Gradient(hyper=hyper_for(optimizer))), 1.0, gradients)
+                        (
+                            Push(id=PushId("0", worker, 0, step), body=PushedGradient(hyper=hyper_for(optimizer))),
+                            1.0,
+                            gradients,
+                        )
                         for worker in (0, 1)
                     ]
                     store.update(parts, 1.0, True, lambda square: square)

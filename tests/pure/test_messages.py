@@ -15,7 +15,7 @@ from polytempo.errors import PeerError
 from polytempo.protocol import log, messages
 from polytempo.protocol.log import LogEntry
 from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Heartbeat, Push, Resend, Stop, decode, encode
-from polytempo.protocol.push import NewState, Word
+from polytempo.protocol.push import Measures, NewState, PushedGradient, StepReport
 from polytempo.protocol.values import PushId, WireMessage
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(AnyMessage)}
@@ -182,7 +182,11 @@ def test_a_field_that_is_missing_is_refused(kind: type[Any], data: st.DataObject
         header(type="Resend", id=["0", 0, 0]),
         header(type="Resend", id=["0", 0, 0, "1"]),
         header(type="Resend", id=["0", 0, 0, 1.5]),
-        header(type="Push", id=["0", 0, 0, 1], skip=1),
+        header(type="Push", id=["0", 0, 0, 1], skip=True),
+        header(type="Push", id=["0", 0, 0, 1], body=["report", "", [], [], 1]),
+        header(type="Push", id=["0", 0, 0, 1], body=["report", "", [], [], True, "evil"]),
+        header(type="Push", id=["0", 0, 0, 1], body=["idea", "", [], [], True]),
+        header(type="Push", id=["0", 0, 0, 1], body=["report"], measures=["many"]),
         header(type="Metric", worker=0, values={"loss": [1]}),
         header(type="Metric", worker=0, values={1: 1}),
         header(type="Entries", entries=[{"type": "Stop", "cause": ""}]),
@@ -194,6 +198,16 @@ def test_a_field_that_is_missing_is_refused(kind: type[Any], data: st.DataObject
 def test_what_is_not_exactly_a_header_is_refused(raw: bytes) -> None:
     with pytest.raises(PeerError, match="a message was refused"):
         decode(raw)
+
+
+def test_a_push_says_only_what_there_is_to_say() -> None:
+    report = decode(header(type="Push", id=["0", 3, 1, 17], body=["report", "", [], [], True]))
+    assert report == Push(id=ID, body=StepReport(skip=True))
+    measures = Measures(samples=32.0, computed=0.25, exchanged=0.5, input=0.125, work=32.0)
+    usual = Push(
+        id=ID, version=17, sent=1 << 30, received=1 << 30, measures=measures, body=PushedGradient(hyper=({"lr": 0.1},))
+    )
+    assert len(encode(usual)) < 165
 
 
 fired: list[str] = []
@@ -227,7 +241,7 @@ def test_a_pickle_is_refused_and_not_loaded(protocol: int) -> None:
 def test_what_looks_like_code_stays_text() -> None:
     fired.clear()
     code = f"__import__({__name__!r}).set_off('code')"
-    hostile = Push(id=PushId(code, 0, 0, 0), body=Word(touched=code, hyper=({code: code},)))
+    hostile = Push(id=PushId(code, 0, 0, 0), body=StepReport(touched=code, hyper=({code: code},)))
     assert decode(encode(hostile)) == hostile
     assert fired == []
 

@@ -10,7 +10,7 @@ import torch
 from polytempo.device.device import Device
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import Content, Gradient
+from polytempo.protocol.push import Content, PushedGradient
 from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
 from polytempo.server.optimizer_state import SegmentState, as_bytes, dtype_name
 from polytempo.server.optimizers import is_whole
@@ -71,7 +71,7 @@ class Stores:
         barrier: bool = True,
         square: float = 0.0,
         version: int = 0,
-        kind: type[Content] = Gradient,
+        kind: type[Content] = PushedGradient,
         **fields: Any,
     ) -> None:
         """One update of these pushes (samples, tensors) on every shard; `square` is the squared norm over all shards."""

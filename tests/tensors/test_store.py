@@ -11,7 +11,7 @@ from shards import Plain, Stores, Tensors
 
 from polytempo.errors import UsageError
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import Gradient
+from polytempo.protocol.push import PushedGradient
 from polytempo.protocol.values import PushId
 from polytempo.server.optimizer_state import of_tensor
 from polytempo.server.optimizers import ELEMENTWISE, WHOLE, build
@@ -156,7 +156,7 @@ def test_a_gradient_that_only_some_pushes_lack_is_a_gradient() -> None:
 
 
 def pack_push(stores: Stores, tensors: Tensors, absent: tuple[int, ...]) -> Any:
-    return Push(id=PushId("0", 0, 0, 0), body=Gradient(hyper=stores.hyper, absent=absent)), 1.0, stores.cut(tensors, 0)
+    return Push(id=PushId("0", 0, 0, 0), body=PushedGradient(hyper=stores.hyper, absent=absent)), 1.0, stores.cut(tensors, 0)
 
 
 # Means.

@@ -12,7 +12,7 @@ from shards import Plain, Stores
 
 from polytempo.errors import PeerError
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import Change, Content, Gradient, LocalValues
+from polytempo.protocol.push import Content, PushedChange, PushedGradient, PushedValues
 from polytempo.protocol.values import PushId
 from polytempo.server.optimizer_state import SegmentState, as_tensor, pack, unpack
 
@@ -33,7 +33,7 @@ def one(**fields: Any) -> Stores:
 # Lending.
 
 
-@pytest.mark.parametrize("kind", [Gradient, Change, LocalValues, None])
+@pytest.mark.parametrize("kind", [PushedGradient, PushedChange, PushedValues, None])
 def test_what_is_being_sent_does_not_change(kind: type[Content] | None) -> None:
     stores = one()
     (store,) = stores.stores
@@ -108,7 +108,7 @@ def test_buffers_that_do_not_fit_are_refused_and_change_nothing(sizes: list[int]
     stores = one()
     (store,) = stores.stores
     buffers = [numpy.ones(size, dtype=numpy.uint8) for size in sizes]
-    push = Push(id=PushId("0", 0, 0, 0), body=Gradient(hyper=stores.hyper))
+    push = Push(id=PushId("0", 0, 0, 0), body=PushedGradient(hyper=stores.hyper))
     with pytest.raises(PeerError, match=r"bytes came, this shard holds \[32\]"):
         store.update([(push, 1.0, buffers)], 1.0, True, lambda square: square)
     with pytest.raises(PeerError, match=r"bytes came, this shard holds \[32\]"):
@@ -121,12 +121,12 @@ def test_buffers_that_do_not_fit_are_refused_and_change_nothing(sizes: list[int]
 
 def test_a_delta_is_added_at_its_rate() -> None:
     stores = Stores([ONES], 2, apply="delta", optimizer="")
-    stores.update((1.0, [ONES * 4]), kind=Change, rate=0.25)
+    stores.update((1.0, [ONES * 4]), kind=PushedChange, rate=0.25)
     assert stores.values()[0].tolist() == [2.0] * 8
     assert stores.state() == []
 
 
-@pytest.mark.parametrize(("apply", "kind"), [("server", LocalValues), ("mean", Gradient)])
+@pytest.mark.parametrize(("apply", "kind"), [("server", PushedValues), ("mean", PushedGradient)])
 def test_values_are_replaced_by_their_mean(apply: str, kind: type[Content]) -> None:
     stores = Stores([ONES], 3, apply=apply, optimizer="SGD" if apply == "server" else "")
     stores.update((1.0, [ONES * 2]), (3.0, [ONES * 6]), kind=kind)

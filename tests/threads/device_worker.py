@@ -29,7 +29,7 @@ from polytempo.protocol.messages import (
     decode,
     encode,
 )
-from polytempo.protocol.push import FirstValues, Gradient
+from polytempo.protocol.push import FirstValues, PushedGradient
 from polytempo.protocol.values import DeviceRange, OptimizerSpec, PushId, TensorInfo
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.testing.threads import ThreadJob
@@ -117,7 +117,7 @@ class DeviceWorker:
         """The header of the next push, to all servers; its fence."""
         self.exchange += 1
         identity = PushId("0", self.rank, self.incarnation, self.step)
-        body = Gradient(fence=self.exchange, hyper=self.spec.groups, **fields)
+        body = PushedGradient(fence=self.exchange, hyper=self.spec.groups, **fields)
         push = Push(id=identity, attempt=attempt, body=body)
         for channel in self.channels:
             channel.send(encode(push))

@@ -23,7 +23,7 @@ from polytempo.protocol.messages import (
     decode,
     encode,
 )
-from polytempo.protocol.push import Gradient
+from polytempo.protocol.push import PushedGradient
 from polytempo.protocol.values import PushId
 from polytempo.testing.threads import ThreadJob
 from polytempo.transport.buffer_pool import Pool
@@ -71,7 +71,7 @@ def test_answers_from_two_places_of_the_log_are_not_mixed_and_either_counts_when
     client = Client(channels, 0, 0, Pool())
     line = ClientState("0", joined=True)
     client.exchanges.states["0"] = line
-    client.push(Outstanding(Push(id=PushId("0", 0, 0, 0), body=Gradient()), [[], []]))
+    client.push(Outstanding(Push(id=PushId("0", 0, 0, 0), body=PushedGradient()), [[], []]))
     client.exchanges.repeat("0")
     assert [m.attempt for m in channels[1].sent if isinstance(m, Push)] == [0, 2], "to each shard again"
     channels[0].say(answer(0, place=1, version=1))
@@ -85,8 +85,8 @@ def test_answers_from_two_places_of_the_log_are_not_mixed_and_either_counts_when
 
 
 IMPOSTURES = [
-    Push(id=PushId("0", 0, 0, 0), body=Gradient()),
-    Push(id=PushId("0", 1, 7, 0), body=Gradient()),
+    Push(id=PushId("0", 0, 0, 0), body=PushedGradient()),
+    Push(id=PushId("0", 1, 7, 0), body=PushedGradient()),
     MetricReport(worker=0, values={"accuracy": 1.0}),
     ReadRequest(optimizer_id="0", worker=0, request=1, what="params"),
 ]

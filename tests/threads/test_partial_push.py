@@ -13,7 +13,7 @@ from torch import nn
 
 from polytempo.client.connections import ServerConnections
 from polytempo.protocol.messages import AnyMessage, PartialPush, Push
-from polytempo.protocol.push import Gradient
+from polytempo.protocol.push import PushedGradient
 from polytempo.reducer import partial_push
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
@@ -37,7 +37,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[AnyMessage]:
     send = ServerConnections.send
 
     def spy(self: ServerConnections, shard: int, message: AnyMessage, buffers: Any = ()) -> None:
-        if isinstance(message, PartialPush) or (isinstance(message, Push) and isinstance(message.body, Gradient)):
+        if isinstance(message, PartialPush) or (isinstance(message, Push) and isinstance(message.body, PushedGradient)):
             found.append(message)
         send(self, shard, message, buffers)
 

@@ -18,7 +18,7 @@ from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.collectives.messaging import close_with_goodbye
 from polytempo.protocol.messages import Push, PushStatus
-from polytempo.protocol.push import Gradient
+from polytempo.protocol.push import PushedGradient
 from polytempo.protocol.values import PushId
 from polytempo.session.session import Session
 from polytempo.train.kv import KV, Array
@@ -130,7 +130,7 @@ class Creeping(Scripted):
 def pushed_over(channel: Scripted) -> Client:
     client = Client([channel], 0, 0, Pool(), retry=0.001)
     client.exchanges.states["0"] = ClientState("0", joined=True)
-    client.push(Outstanding(Push(id=PushId("0", 0, 0, 0), body=Gradient()), [[]]))
+    client.push(Outstanding(Push(id=PushId("0", 0, 0, 0), body=PushedGradient()), [[]]))
     return client
 
 

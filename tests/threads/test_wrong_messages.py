@@ -49,11 +49,12 @@ from polytempo.protocol.messages import (
     Welcome,
     encode,
 )
-from polytempo.protocol.push import FirstValues, Gradient, Measures, NewState
+from polytempo.protocol.push import FirstValues, Measures, NewState, PushedGradient
 from polytempo.protocol.values import (
     BufferRange,
     Keys,
     OptimizerSpec,
+    Position,
     Pull,
     PushId,
     RowPart,
@@ -71,7 +72,7 @@ pytestmark = pytest.mark.timeout(60)
 
 ME, SIZE = 1, 6
 MINE = PushId("0", ME, 0, 0)
-GOOD = Push(id=MINE, body=Gradient(hyper=({"lr": 0.1},)))
+GOOD = Push(id=MINE, body=PushedGradient(hyper=({"lr": 0.1},)))
 STATE = PushId("0", ME, 0, -2)
 WHOLE = [numpy.zeros(4 * SIZE, dtype=numpy.uint8)]
 TENSOR = TensorInfo("w", (2,), "float32", 0)
@@ -136,6 +137,13 @@ OF_A_WORKER = {
     "a weight below nothing": measured(samples=-1.0),
     "a count of steps below one": measured(count=0),
     "a time that is no number": measured(computed=math.nan),
+    "an exchange of a time that is no number": measured(exchanged=math.inf),
+    "samples that are no number": measured(size=math.nan),
+    "places that the epoch's order does not have": measured(positions=(Position(0, 4, done=((0, 4),), length=2),)),
+    "a part of the data that there is not": measured(positions=(Position(0, 4, part=2, parts=2),)),
+    "pushes of its own below nothing": push(own=-1),
+    "a fence below nothing": brings(fence=-1),
+    "a fence without shared memory": brings(fence=1),
     "an unknown kind": push(body=Idea()),
     "a seed for a step": push(body=FirstValues()),
     "a state for a step": push(body=NewState(state=b"")),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from polytempo.pipeline.builder import StageBuild
-from polytempo.protocol.push import Measures
 from polytempo.session.session import Session
 from polytempo.train.step_clock import StepClock, clock_in_group
 
@@ -40,7 +39,7 @@ class PipelineBudget:
             return False
         stop = False
         if self._clock is not None:
-            stop = self._clock.count(Measures(samples=samples, size=samples))
+            stop = self._clock.count(samples)
         elif self._distributed and self._session.client is not None:
             stop = self._session.client.stop
         return self._agree(stop) if self._agree is not None else stop

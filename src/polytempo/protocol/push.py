@@ -1,14 +1,14 @@
 """What a push is made of, beside its head (`messages.py`): what it says of its worker's steps, and what it brings.
 
-    Measures       weight, seconds, losses, places in the data: read by the sequencer and its guards, by no shard
+    Measures        weight, seconds, losses, places in the data: read by the sequencer and its guards, by no shard
 
-    Gradient       of a step: servers make an update of it
-    Change         of a step: servers add it to the values
-    LocalValues    of a step: servers take their mean
-    Word           of a step, which stays with the workers: nothing follows
-    FirstValues    what the job starts from
-    NewValues      what a script has written takes the place of the values
-    NewState       what a script has loaded takes the place of the optimizer's state
+    PushedGradient  of a step: servers make an update of it
+    PushedChange    of a step: servers add it to the values
+    PushedValues    of a step: servers take their mean
+    StepReport      of a step, which stays with the workers: nothing follows
+    FirstValues     what the job starts from
+    NewValues       what a script has written takes the place of the values
+    NewState        what a script has loaded takes the place of the optimizer's state
 
 The first four have the numbers of steps, from 0 on; the first values have -1, and what is new the numbers below. Each shard
 has its part in the buffers, one for each dtype that it holds, then those of tables.
@@ -86,7 +86,7 @@ class StepBody(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_o
     skip: bool = False  #: counts as a step, changes nothing
 
 
-class Word(StepBody, tag="word"):
+class StepReport(StepBody, tag="report"):
     """It stays with the workers."""
 
     touched: str = ""  #: a parameter that the script has written to since the last step
@@ -104,15 +104,15 @@ class Content(StepBody):
     rules: tuple[dict[str, Any], ...] = ()  #: hyper-parameters of each table's rule
 
 
-class Gradient(Content, tag="gradient"):
+class PushedGradient(Content, tag="gradient"):
     """Of which servers make an update, their optimizer's or that of the mode."""
 
 
-class Change(Content, tag="change"):
+class PushedChange(Content, tag="change"):
     """Of the values, by the worker's optimizer."""
 
 
-class LocalValues(Content, tag="values"):
+class PushedValues(Content, tag="values"):
     """The values themselves, as the worker's optimizer has made them."""
 
 
@@ -137,7 +137,7 @@ class NewState(msgspec.Struct, tag="new state", array_like=True, forbid_unknown_
     digest: bytes = b""  #: of all that is given
 
 
-PushBody = Gradient | Change | LocalValues | Word | FirstValues | NewValues | NewState
+PushBody = PushedGradient | PushedChange | PushedValues | StepReport | FirstValues | NewValues | NewState
 
 
 def row_buffers(body: Content | FirstValues) -> int:

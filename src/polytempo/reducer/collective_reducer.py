@@ -38,7 +38,7 @@ from polytempo.profile_ranges import profiled
 from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
 from polytempo.protocol.optimizer_names import number_of
-from polytempo.protocol.push import Measures, Word, no_steps
+from polytempo.protocol.push import Measures, StepReport, no_steps
 from polytempo.protocol.training_troubles import ended_early
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
@@ -410,7 +410,7 @@ class CollectiveReducer(Reducer):
         ruled = (self._blocks or self._measured) and self._clock is None
         self._rule = RuleByBallot(spec.sync, members) if ruled else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
-        self._averages = True
+        self._averages = True  # the round under way makes the mean; else `agree` has made it
         self._expected: Callable[[], float] | None = None  # what the next push will weigh
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
@@ -442,21 +442,14 @@ class CollectiveReducer(Reducer):
 
     # A step.
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         began = time.perf_counter()
-        skip, self._averages, self._count = buffer is None, average, measures.count
+        skip, self._count = buffer is None, measures.count
         if self._clock is not None:
             # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
             # mean and, should another have died in it, waits for this rank to form the group again.
             self._clock.wait_for(self.step)
-            self._clock.push(Word(hyper=hyper, absent=tuple(absent), skip=skip), measures, self.traffic())
+            self._clock.push(StepReport(hyper=hyper, absent=tuple(absent), skip=skip), measures, self.traffic())
             self._clock.step += 1
         early = self._blocks and measures.count != self.period  # its worker stands at another step of a schedule
         self._hyper = "" if early else _lines(hyper)
@@ -473,7 +466,7 @@ class CollectiveReducer(Reducer):
             computed=measures.computed,
             drawn=measures.drawn,
         )
-        if self.hooks is None and average:
+        if self.hooks is None and self._averages:
             self._rounds.launch(self._ballot.weight)
         self._took = time.perf_counter() - began
 
@@ -481,6 +474,7 @@ class CollectiveReducer(Reducer):
         began = time.perf_counter()
         if self._averages:
             self._round(self._ballot, self._hyper)
+        self._averages = True
         self.step += 1
         self._steps += self._count
         if self._clock is not None and (self._blocks or self._measured):
@@ -501,6 +495,7 @@ class CollectiveReducer(Reducer):
         absent = () if skip else self.gradients()[1]
         touched = bool(self.copier.watch.touched)
         self._round(Ballot(samples, skips=skip, absent=frozenset(absent), touched=touched), _lines(hyper))
+        self._averages = False
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped
@@ -508,7 +503,7 @@ class CollectiveReducer(Reducer):
     def join(self) -> bool:
         if self._clock is not None and self.session.client is not None:  # the sequencer waits for this rank, too
             self._clock.wait_for(self.step)
-            self._clock.push(Word(), no_steps(), self.traffic())
+            self._clock.push(StepReport(), no_steps(), self.traffic())
             self._clock.step += 1
             self.step += 1
         return self._finish(Ballot(0.0, ran_out=True), "").over

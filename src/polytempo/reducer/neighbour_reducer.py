@@ -19,7 +19,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
-from polytempo.protocol.push import Measures, Word
+from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.model_mean import FIRST_VALUES, FillMessage, ModelMean
@@ -96,13 +96,12 @@ class NeighbourReducer(Reducer):
         hyper: GroupValues,
         measures: Measures,
         absent: Sequence[int] = (),
-        average: bool = True,
         skip: bool = False,
     ) -> None:
         """Report a step; `skip`: it has changed nothing."""
         began = time.perf_counter()
         self.copier.watch.touched = ""  # models differ: what a script writes to one is its own
-        self._clock.push(Word(hyper=hyper, skip=skip), measures, self.traffic())
+        self._clock.push(StepReport(hyper=hyper, skip=skip), measures, self.traffic())
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:

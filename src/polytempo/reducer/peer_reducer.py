@@ -17,7 +17,7 @@ from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
 from polytempo.protocol.optimizer_names import number_of
-from polytempo.protocol.push import Measures, Word
+from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import ClosedRound, OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.group_sums import GroupSums, RoundGroups
@@ -94,18 +94,11 @@ class PeerReducer(Reducer):
 
     # A round.
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         """Report this worker's part of a round."""
         self.sums.put(buffer, self.step)
         touched, self.touched = self.touched, ""
-        self._clock.push(Word(hyper=hyper, absent=tuple(absent), touched=touched), measures, self.traffic())
+        self._clock.push(StepReport(hyper=hyper, absent=tuple(absent), touched=touched), measures, self.traffic())
 
     def finish(self) -> None:
         """Wait until the round has ended; `answer` says how. In the communication thread: the script may use the client."""

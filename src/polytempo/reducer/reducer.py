@@ -72,35 +72,21 @@ class Reducer(ABC):
         buffer = self.copier.next_buffer()
         return buffer, self.copier.gather(buffer, of)
 
-    def push(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         """Take part in a step, and wait as the mode says: `begin` and `finish` in one."""
-        self.begin(buffer, hyper, measures, absent, average)
+        self.begin(buffer, hyper, measures, absent)
         self.finish()
 
     @abstractmethod
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         """Send this worker's part of a round. One round is under way at a time, and the buffer stays as it is meanwhile.
+        Where `agree` has made `.grad` the mean since the round before, it is not made again.
 
         Args:
             buffer: What this worker contributes; None for a step that changes nothing.
             hyper: The hyper-parameters of all groups.
             measures: What is said of the worker's steps; it is not written to from here on.
             absent: The indices of the parameters that have no gradient, ascending.
-            average: False where `agree` has made `.grad` the mean in this step already.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import FirstValues, Measures, Word
+from polytempo.protocol.push import FirstValues, Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes
@@ -29,7 +29,7 @@ class SequencerClient:
     def _no_data(self) -> list[list[Bytes]]:
         return [[] for _ in range(self.client.shards)]
 
-    def push(self, word: Word, measures: Measures, traffic: tuple[int, int]) -> None:
+    def push(self, report: StepReport, measures: Measures, traffic: tuple[int, int]) -> None:
         """Report a step."""
         if measures.exchanged is None:
             measures.exchanged = self.waited
@@ -39,7 +39,7 @@ class SequencerClient:
             sent=traffic[0],
             received=traffic[1],
             measures=measures,
-            body=word,
+            body=report,
         )
         with self._session.lock:
             self.client.push(Outstanding(push, self._no_data()))

@@ -26,7 +26,7 @@ from polytempo.errors import UsageError
 from polytempo.optim.worker_momentum import GradientMomentum, dense
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
-from polytempo.protocol.push import Change, FirstValues, Gradient, LocalValues, Measures, NewState, NewValues
+from polytempo.protocol.push import FirstValues, Measures, NewState, NewValues, PushedChange, PushedGradient, PushedValues
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
@@ -140,7 +140,7 @@ class ServerReducer(Reducer):
         self.pulls = True  #: shall answers bring the dense values?
         self.own = 0  #: pushes of this worker since the version that the next one is made on
         changes, replaces = spec.apply == "delta", self._sync.capabilities.rounds or self._sync.averaging is not None
-        self._content = Gradient if not changes else LocalValues if replaces else Change
+        self._content = PushedGradient if not changes else PushedValues if replaces else PushedChange
         self._momentum = momentum
         shares_memory = hooked and momentum is None  # gradients live in the flat buffer
         blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
@@ -294,25 +294,11 @@ class ServerReducer(Reducer):
         with torch.no_grad():
             buffer.found_finite(index, momentum.push(param, dense(param.grad), buffer.view(index), keeps))
 
-    def push(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def push(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         with self.session.lock, self.client.together() if self._exchange is None else nullcontext():
-            super().push(buffer, hyper, measures, absent, average)
+            super().push(buffer, hyper, measures, absent)
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
         self.take_answer()
         began = time.perf_counter()
         skip = buffer is None

@@ -25,7 +25,7 @@ from polytempo.errors import PeerError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.optimizer_names import number_of, number_of_part
-from polytempo.protocol.push import Measures, Word
+from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
@@ -92,7 +92,8 @@ class SharedMemoryReducer(Reducer):
         own_memory = hooked and self._on_device is None
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
-        self._averages, self._took = True, 0.0  # of the round under way
+        self._averages = True  # the round under way makes the mean; else `agree` has made it
+        self._took = 0.0  # by the round under way so far
         self._handed = 0
 
     def _device_of(self, params: Sequence[torch.Tensor]) -> Device | None:
@@ -161,38 +162,32 @@ class SharedMemoryReducer(Reducer):
 
     # A step.
 
-    def begin(
-        self,
-        buffer: FlatBuffer | None,
-        hyper: GroupValues,
-        measures: Measures,
-        absent: Sequence[int] = (),
-        average: bool = True,
-    ) -> None:
-        self._averages = average
-        self._report(self._clock, Word(hyper=hyper, absent=tuple(absent), skip=buffer is None), measures)
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
+        self._report(self._clock, StepReport(hyper=hyper, absent=tuple(absent), skip=buffer is None), measures)
 
     def finish(self) -> None:
         self._take_part(self._clock, self._averages)
+        self._averages = True
         self.step, self.waited = self._clock.step, self._clock.waited
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         if self._agreement is None:
             self._agreement = SequencerClient(self.session, self.spec, ClientState(f"{self.name}/mean"))
         absent = () if skip else self.gradients()[1]
-        self._report(self._agreement, Word(absent=absent, skip=skip), Measures(samples=samples))
+        self._report(self._agreement, StepReport(absent=absent, skip=skip), Measures(samples=samples))
         self._take_part(self._agreement, True)
+        self._averages = False
         if not self.mean.skipped:
             self.mean.assign()
         return self.mean.skipped
 
-    def _report(self, clock: SequencerClient, word: Word, measures: Measures) -> None:
+    def _report(self, clock: SequencerClient, report: StepReport, measures: Measures) -> None:
         """Begin a round of a clock: this worker's slot is filled."""
         began = time.perf_counter()
-        if self._on_device is not None and not word.skip:
+        if self._on_device is not None and not report.skip:
             self._on_device.wait_until_filled()
-        word.touched = self.copier.watch.touched
-        clock.push(word, measures, self.traffic())
+        report.touched = self.copier.watch.touched
+        clock.push(report, measures, self.traffic())
         self._took = time.perf_counter() - began
 
     def _take_part(self, clock: SequencerClient, average: bool) -> None:

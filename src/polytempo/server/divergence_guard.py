@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import Change, LocalValues, Measures
+from polytempo.protocol.push import Measures, PushedChange, PushedValues
 from polytempo.protocol.training_troubles import Circumstances, diverged, not_finite
 from polytempo.server.effects import Diverged
 from polytempo.server.optimizer_clock import OptimizerClock
@@ -39,7 +39,7 @@ class DivergenceGuard:
             self._told = diverged(clock.version, found.loss, found.start, found.change, found.gradient, found.size)
             return [Diverged(self._told, circumstances.advice)]
         averages = clock.spec.capabilities.averages
-        on_values = not push.measures.nonfinite or averages or isinstance(push.body, Change | LocalValues)
+        on_values = not push.measures.nonfinite or averages or isinstance(push.body, PushedChange | PushedValues)
         self._told = not_finite(push.id.worker, step, "model" if on_values else "gradient")
         return [Diverged(self._told, circumstances.advice_on_nonfinite)]
 

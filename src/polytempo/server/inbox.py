@@ -44,14 +44,14 @@ from polytempo.protocol.messages import (
     StatusReply,
 )
 from polytempo.protocol.push import (
-    Change,
     Content,
     FirstValues,
-    Gradient,
-    LocalValues,
     NewState,
     NewValues,
-    Word,
+    PushedChange,
+    PushedGradient,
+    PushedValues,
+    StepReport,
     row_buffers,
 )
 from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, Pull, PulledRows, PushId, UnknownKeys
@@ -362,11 +362,11 @@ class ShardInbox:
                 check_state(unpack(state, buffers), shard.optimizer_spec)
             case NewValues():
                 shard.check(buffers)
-            case Word() as word:
-                check_fit(word, shard.optimizer_spec)
-                if not word.skip:
+            case StepReport() as report:
+                check_fit(report, shard.optimizer_spec)
+                if not report.skip:
                     shard.check(buffers)
-            case Gradient() | Change() | LocalValues() as content:
+            case PushedGradient() | PushedChange() | PushedValues() as content:
                 self._check_spec(push.id.optimizer_id, content, shard.optimizer_spec)
                 return self._whole_content(push.id, content, shard, buffers)
         return list(buffers)
@@ -397,7 +397,7 @@ class ShardInbox:
 
     def _check_spec(self, optimizer_id: str, content: Content, spec: OptimizerSpec) -> None:
         check_fit(content, spec)
-        steps = spec.apply == "server" and spec.tensors and isinstance(content, Gradient) and not content.skip
+        steps = spec.apply == "server" and spec.tensors and isinstance(content, PushedGradient) and not content.skip
         if steps and content.hyper != self._hyper.get(optimizer_id):
             check_hyper(content, spec)
             self._hyper[optimizer_id] = content.hyper

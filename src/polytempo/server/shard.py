@@ -37,7 +37,7 @@ from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.protocol.layout import Stretch, TensorPlace, lay_out
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import Change, Content, LocalValues, Word
+from polytempo.protocol.push import Content, PushedChange, PushedValues, StepReport
 from polytempo.protocol.values import OptimizerSpec, Share
 from polytempo.server.in_place_changes import InPlaceChanges
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, digest_of_bytes, find, is_same
@@ -322,7 +322,7 @@ class Shard:
         weight = in_order(samples for _, samples, _ in parts)
         self.shares = tuple(Share(push.id.worker, samples) for push, samples, _ in parts)
         self.note(parts)
-        self.touched = next((p.body.touched for p, _, _ in parts if isinstance(p.body, Word) and p.body.touched), "")
+        self.touched = next((p.body.touched for p, _, _ in parts if isinstance(p.body, StepReport) and p.body.touched), "")
         skips = [push for push, samples, _ in parts if push.made.skip and (samples or not self._has_deadlines)]
         self.skipped = weight <= 0 or bool(skips)  # one that had finished nothing by the deadline has no part in the round
         if self.skipped:
@@ -344,10 +344,10 @@ class Shard:
             )
         first = parts[0][0]
         self._own()
-        if isinstance(first.body, Change):
+        if isinstance(first.body, PushedChange):
             for dtype, change in mean.items():
                 self.values[dtype].add_(change, alpha=rate)
-        elif isinstance(first.body, LocalValues) or self.averages:
+        elif isinstance(first.body, PushedValues) or self.averages:
             for dtype, value in mean.items():
                 self.values[dtype].copy_(value)
         else:

@@ -414,7 +414,7 @@ class Ledger:
             return dict(weights).get(self.rank, 0.0) * len(weights) / whole
 
     def freeze(self) -> Draw | None:
-        """A push is made: nothing is drawn until its answer is here. The last draw, for `Push.drawn`."""
+        """A push is made: nothing is drawn until its answer is here. The last draw, for `Measures.drawn`."""
         with self._state:
             self._frozen_by = threading.get_ident()
             return self._last_draw

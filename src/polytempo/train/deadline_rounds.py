@@ -75,7 +75,7 @@ class RoundSum:
             torch._foreach_add_([views[index] for index in have], dense, alpha=samples)
             self.absent -= frozenset(have)
         self.measures.add(measures)
-        self.measures.vital_signs = measures.vital_signs  # values have not changed between those before
+        self.measures.vital_signs = measures.vital_signs  # the last: those before were made on the same values
 
     def leave_out(self, measures: Measures) -> None:
         """A micro-batch does not count; its samples are used up."""

@@ -1,7 +1,7 @@
 """How long a worker waits for data: the time of the first forward pass after a step, seen by a hook of the model.
 
-From the end of a step to the next forward pass a training loop gets its next batch: these seconds are `Push.input`. What the
-model is given then is counted as well: the elements of its first argument are the work of the step where no sampler says
+From the end of a step to the next forward pass a training loop gets its next batch: these seconds are `Measures.input`. What
+the model is given then is counted as well: the elements of its first argument are the work of the step where no sampler says
 what samples cost, so that long sequences are not taken for a slow host.
 
 The hook is on the root module from the end of a step to the first forward pass, which removes it: a few microseconds a step.

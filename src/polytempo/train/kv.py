@@ -30,7 +30,7 @@ from polytempo.compression.sparsification import Significant, TopK
 from polytempo.errors import UsageError, nearest
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import FirstValues, Gradient, Measures
+from polytempo.protocol.push import FirstValues, Measures, PushedGradient
 from polytempo.protocol.values import OptimizerSpec, PushId, TableInfo
 from polytempo.server.optimizer_state import dtype_name
 from polytempo.session.session import current
@@ -366,7 +366,7 @@ class KV:
             sent=client.bytes_sent,
             received=client.bytes_received,
             measures=Measures(samples=samples),
-            body=Gradient(),
+            body=PushedGradient(),
         )
         with self._session.lock:
             client.push(self._rows.fill(Outstanding(push, self._no_data())))

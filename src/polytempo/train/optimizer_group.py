@@ -94,7 +94,7 @@ class CountedSteps(StepUpdate):
         computed = self._session.computed(time.perf_counter())
         result = self._update.step(request)
         request.measures.computed = computed
-        self._clock.count(request.measures, request.skip)
+        self._clock.report(request.measures, request.skip)
         return result
 
     def stats(self) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class ShareUpdate(StepUpdate):
         if not request.skip:
             self._sum.add(request.measures.samples)
         self._measures.add(request.measures)
-        self._measures.vital_signs = request.measures.vital_signs  # values have not changed between those before
+        self._measures.vital_signs = request.measures.vital_signs  # the last: those before were made on the same values
 
     def _push_sum(self, request: StepRequest) -> Any:
         """This worker's share is done."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from polytempo.client.client_state import ClientState
 from polytempo.protocol.optimizer_names import name_in_group
-from polytempo.protocol.push import Measures, Word
+from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.session.session import Session
@@ -49,11 +49,15 @@ class StepClock:
         """Seconds for which the mode has made this worker wait."""
         return self._clock.state.waited
 
-    def count(self, measures: Measures, skip: bool = False) -> bool:
+    def count(self, samples: float) -> bool:
+        """Report a step of this worker with this number of examples; whether the budget of the job is used up."""
+        return self.report(Measures(samples=samples, size=samples, computed=time.perf_counter() - self._returned))
+
+    def report(self, measures: Measures, skip: bool = False) -> bool:
         """Report a step of this worker.
 
         Args:
-            measures: What it was; its samples are its examples, where nothing else says how many these are.
+            measures: What is said of it.
             skip: It has changed nothing.
 
         Returns:
@@ -61,9 +65,7 @@ class StepClock:
         """
         clock, began = self._clock, time.perf_counter()
         traffic = clock.client.bytes_sent, clock.client.bytes_received
-        if not measures.computed:
-            measures.computed = began - self._returned
-        clock.push(Word(hyper=({},), skip=skip), measures, traffic)
+        clock.push(StepReport(hyper=({},), skip=skip), measures, traffic)
         clock.wait_for(clock.step + 1)
         clock.step = clock.state.released
         self._returned = time.perf_counter()

@@ -168,7 +168,7 @@ class StepOnMean(PushEachStep):
         buffer, absent = (None, ()) if request.skip else reducer.gradients()
         if buffer is not None:
             request.measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
-        reducer.push(buffer, wrapped.hyper(), request.measures, absent, average=not request.agreed)
+        reducer.push(buffer, wrapped.hyper(), request.measures, absent)
 
     def join(self) -> None:
         with torch.no_grad():
