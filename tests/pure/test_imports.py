@@ -228,13 +228,11 @@ PURE = (
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
 VIRTUAL = (
     "simulate/datasets.py",
+    "simulate/replicas.py",
+    "simulate/virtual_model.py",
     "simulate/virtual_momentum.py",
     "simulate/virtual_training.py",
-    "simulate/gradient_trainer.py",
-    "simulate/local_trainer.py",
-    "simulate/block_trainer.py",
-    "simulate/gossip_trainer.py",
-    "simulate/dealt_trainer.py",
+    "simulate/virtual_updates.py",
 )
 IMPURE = {
     "time",

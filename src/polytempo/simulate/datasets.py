@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError, WrongType, nearest
+from polytempo.simulate.dealing import EpochRange
 
 #: Inputs and targets.
 TensorPair = tuple[torch.Tensor, torch.Tensor]
@@ -197,6 +198,10 @@ class Shards:
         epoch, place = divmod(step, steps)
         mine = self.order(epoch)[worker :: self.workers]
         return mine[place * batch : (place + 1) * batch]
+
+    def at(self, places: Sequence[EpochRange]) -> torch.Tensor:
+        """The indices of samples that were dealt out."""
+        return torch.cat([self.order(epoch)[start:stop] for epoch, start, stop in places])
 
     def order(self, epoch: int) -> torch.Tensor:
         """The indices of all samples in the order of an epoch."""

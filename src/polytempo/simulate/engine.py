@@ -25,7 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import StuckError
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
@@ -34,7 +34,6 @@ from polytempo.simulate.dealing import DealtSamples, MicroBatch
 from polytempo.simulate.durations import stretched
 from polytempo.simulate.links import PeerRoute, Route, ServerRoute
 from polytempo.simulate.outcome import Budget, BudgetUse
-from polytempo.simulate.trainer import Trainer
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.summation import in_order
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
@@ -78,6 +77,9 @@ from polytempo.sync.machine import (
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import cut
 from polytempo.sync.spec import Spec
+
+if TYPE_CHECKING:
+    from polytempo.simulate.virtual_model import VirtualModel
 
 (
     HAS_COMPUTED,
@@ -149,7 +151,7 @@ class Engine:
         spec: Spec,
         route: Route | None,
         budget: Budget,
-        trainer: Trainer | None = None,
+        trainer: VirtualModel | None = None,
         seed: int = 0,
         record: Callable[[RecordLine], None] | None = None,
         observe_every: float | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import SpecError, UsageError, nearest
 from polytempo.records.lines import RecordLine
@@ -18,10 +18,12 @@ from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
 from polytempo.simulate.engine import Engine
 from polytempo.simulate.links import make_route
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
-from polytempo.simulate.trainer import Trainer
 from polytempo.summation import in_order
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec, parse_spec
+
+if TYPE_CHECKING:
+    from polytempo.simulate.virtual_model import VirtualModel
 
 #: How gradients may travel in a simulation.
 VIAS = ("auto", "ps", "allreduce", *ALGORITHMS, "peers")
@@ -34,7 +36,7 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[RecordLine], None] | None = None,
-    trainer: Trainer | None = None,
+    trainer: VirtualModel | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     figures: bool = False,

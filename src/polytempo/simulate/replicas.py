@@ -1,0 +1,268 @@
+"""What is a worker's own beside a simulated run: its values and optimizer, its buffers, and what it has to push.
+
+    Replica         a local step is one of the worker's own optimizer; nothing is pushed, values go to other workers
+    SteppedReplica  a push brings the gradients of the steps since the last one
+    BlockReplica    a push brings the values of a fragment, or their change
+
+A list of values is replaced, its tensors are never changed: that which was sent, fetched or read needs no copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from polytempo.optim.gradient_divergence import GradientDivergence
+from polytempo.optim.weighted_sum import with_change
+from polytempo.simulate.datasets import TensorPair
+from polytempo.sync.blocks import Averaging
+
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+#: Of each parameter a tensor, or nothing where it was not used.
+Gradient = list[torch.Tensor | None]
+Weights = list[torch.Tensor]
+#: Optimizer state of some parameters: for each, names and tensors.
+State = list[dict[str, torch.Tensor]]
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained, and sent."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class SampleGradients:
+    """Gradients of given samples on values that are loaded into one model; buffers are those of the worker."""
+
+    def __init__(self, model: nn.Module, train: TensorPair, loss: LossFn, spread: GradientDivergence) -> None:
+        self._model, self._train, self._loss, self._spread = copy.deepcopy(model).train(), train, loss, spread
+        self.parameters = trainable(self._model)
+        self._initial = [buffer.detach().clone() for buffer in model.buffers()]
+        self.buffers: dict[int, Weights] = {}  #: of each worker that has computed
+
+    def load(self, values: Sequence[torch.Tensor]) -> None:
+        """Take these values."""
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                parameter.copy_(value)
+
+    def of(self, worker: int, index: torch.Tensor) -> tuple[Gradient, torch.Tensor]:
+        """The gradient of these samples on the values that are loaded, and the loss."""
+        for buffer, value in zip(self._model.buffers(), self.buffers.get(worker, self._initial), strict=True):
+            buffer.copy_(value)
+        for parameter in self.parameters:
+            parameter.grad = None
+        inputs, targets = self._train
+        loss = self._loss(self._model(inputs[index]), targets[index])
+        loss.backward()
+        if self._initial:
+            self.buffers[worker] = [buffer.detach().clone() for buffer in self._model.buffers()]
+        gradient = [parameter.grad for parameter in self.parameters]
+        self._spread.take(worker, gradient, self.parameters)
+        return gradient, loss.detach()
+
+
+@dataclass
+class FetchedValues:
+    """Values that are sent to a worker."""
+
+    number: int  #: of updates in them
+    values: Weights
+    state: State = field(default_factory=list)  #: of optimizers, where it is averaged
+
+
+class Replica:
+    """The model of one worker.
+
+    Args:
+        values: It starts with these.
+        make_optimizer: Makes its optimizer.
+        weight: Of the model, in push-sum; 0: there is none yet.
+    """
+
+    def __init__(self, values: Weights, make_optimizer: OptimizerFactory, weight: float = 1.0) -> None:
+        self.values, self.weight = values, weight
+        self.snapshot: Weights | None = None  #: what the step is computed on, where others change the values meanwhile
+        self._stepped = values  # what that step has made of the snapshot
+        self.parameters = [nn.Parameter(value.clone()) for value in values]  #: on these the optimizer works
+        self.optimizer = make_optimizer(self.parameters)
+
+    def step(self, gradient: Gradient, loss: torch.Tensor) -> None:
+        """A local step, along a gradient that was taken on the snapshot, or on the values."""
+        if self.snapshot is not None:
+            self._stepped = self._walk(self.snapshot, [gradient])
+        else:
+            self.values = self._walk(self.values, [gradient])
+
+    def add_step(self) -> None:
+        """The step on the snapshot is added to the values."""
+        assert self.snapshot is not None
+        self.values = with_change(self.values, self._stepped, self.snapshot)
+
+    def settle(self) -> None:
+        """A push was applied, or dropped."""
+
+    def _walk(self, values: Weights, gradients: Sequence[Gradient]) -> Weights:
+        """What the optimizer makes of values, with a step along each of these gradients."""
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                parameter.copy_(value)
+        for gradient in gradients:
+            for parameter, grad in zip(self.parameters, gradient, strict=True):
+                parameter.grad = grad
+            self.optimizer.step()
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+
+@dataclass
+class SentSteps:
+    """A push of local steps."""
+
+    gradients: list[Gradient]
+    read: Weights  #: the values at the first of them
+
+
+class SteppedReplica(Replica):
+    """A worker that pushes the gradients of its local steps, and fetches values now and then.
+
+    Of the steps those are kept that a fetch may lack: all that were not applied when it was requested. They are repeated on
+    top of what it brings, one by one, so that one worker is plain SGD bit for bit, for any network.
+    """
+
+    def __init__(self, values: Weights, make_optimizer: OptimizerFactory) -> None:
+        super().__init__(values, make_optimizer)
+        self.kept: deque[Gradient] = deque()  #: in order
+        self.under_way: deque[int] = deque()  #: steps of each push
+        self._settled = self._forgotten = 0  # steps whose push was applied, or dropped; and those that are not kept any more
+        self._fetched: tuple[FetchedValues, int] | None = None  # and how many of its steps they contain
+        self._next = SentSteps([], values)
+
+    def step(self, gradient: Gradient, loss: torch.Tensor) -> None:
+        if not self._next.gradients:
+            self._next.read = self.values
+        self.kept.append(gradient)
+        self._next.gradients.append(gradient)
+        super().step(gradient, loss)
+
+    def send(self, part: int) -> SentSteps:
+        """Push the steps since the last push."""
+        sent, self._next = self._next, SentSteps([], self.values)
+        self.under_way.append(len(sent.gradients))
+        return sent
+
+    def settle(self) -> None:
+        """The oldest push under way was applied or dropped: a fetch in flight lacks it, later ones do not."""
+        self._settled += self.under_way.popleft()
+        self._forget()
+
+    def fetch(self, part: int, newest: FetchedValues) -> None:
+        """Values were sent to it."""
+        self._fetched = newest, self._settled
+
+    def install(self, part: int) -> FetchedValues:
+        """They have arrived."""
+        assert self._fetched is not None
+        (fetched, _), self._fetched = self._fetched, None
+        self.values = self._walk(fetched.values, self.kept)
+        self._forget()
+        return fetched
+
+    def _forget(self) -> None:
+        needed = self._settled if self._fetched is None else self._fetched[1]
+        while self._forgotten < needed:
+            self.kept.popleft()
+            self._forgotten += 1
+
+
+@dataclass
+class SentValues:
+    """A push of a fragment."""
+
+    values: Weights  #: or, in decoupled modes, their change
+    state: State  #: to be averaged, where it is
+    rates: list[float]  #: the learning rate of each group, in the last step
+    loss: float | None  #: the mean over the steps since the last push
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return self.rates[0]
+
+
+class BlockReplica(Replica):
+    """A worker that averages its model with others, fragment by fragment. What it has changed since it sent its own values
+    stays on top of those that it takes.
+
+    The state of its optimizer stays with it ("keep"), is averaged as the values are ("mean") or dropped ("reset").
+    """
+
+    def __init__(
+        self, values: Weights, make_optimizer: OptimizerFactory, members: Sequence[list[int]], averaging: Averaging
+    ) -> None:
+        super().__init__(values, make_optimizer)
+        self._members, self._averaging = members, averaging
+        self._losses: list[list[float]] = [[] for _ in members]  # since the last push of each fragment
+        self._base = [self._part(part) for part in range(len(members))]  # the values it last took
+        self._sent: list[Weights | None] = [None] * len(members)  # its own at the push, until an answer is taken
+        self._fetched: dict[int, FetchedValues] = {}
+
+    def step(self, gradient: Gradient, loss: torch.Tensor) -> None:
+        super().step(gradient, loss)
+        for losses in self._losses:
+            losses.append(float(loss))
+
+    def send(self, part: int) -> SentValues:
+        """Push a fragment."""
+        own = self._sent[part] = self._part(part)
+        values = own
+        if self._averaging.decoupled:
+            values = [base - value for base, value in zip(self._base[part], own, strict=True)]
+        losses, self._losses[part] = self._losses[part], []
+        state: State = []
+        if self._averaging.state == "mean":
+            kept = [self.optimizer.state.get(self.parameters[index], {}) for index in self._members[part]]
+            state = [{name: value.clone() for name, value in one.items() if is_averaged(value)} for one in kept]
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return SentValues(values, state, rates, sum(losses) / len(losses) if losses else None)
+
+    def fetch(self, part: int, newest: FetchedValues) -> None:
+        """Values were sent to it."""
+        self._fetched[part] = newest
+
+    def install(self, part: int) -> FetchedValues:
+        """They have arrived."""
+        fetched, own, sent = self._fetched[part], self._part(part), self._sent[part]
+        self._sent[part], self._base[part] = None, fetched.values
+        taken = fetched.values if sent is None else with_change(own, fetched.values, sent)
+        values = list(self.values)
+        for index, value in zip(self._members[part], taken, strict=True):
+            values[index] = value
+        self.values = values
+        if sent is not None:
+            self._treat_state(part, fetched.state)
+        return fetched
+
+    def _part(self, part: int) -> Weights:
+        return [self.values[index] for index in self._members[part]]
+
+    def _treat_state(self, part: int, state: State) -> None:
+        kept = self.optimizer.state
+        for place, index in enumerate(self._members[part]):
+            parameter = self.parameters[index]
+            if self._averaging.state == "reset":
+                kept.pop(parameter, None)
+            elif state and parameter in kept:
+                for name, value in state[place].items():
+                    if is_averaged(kept[parameter].get(name)):
+                        kept[parameter][name].copy_(value)
+
+
+def is_averaged(value: Any) -> bool:
+    """Is this part of an optimizer's state a tensor of numbers?"""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
