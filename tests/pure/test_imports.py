@@ -230,7 +230,6 @@ VIRTUAL = (
     "simulate/datasets.py",
     "simulate/replicas.py",
     "simulate/virtual_model.py",
-    "simulate/virtual_momentum.py",
     "simulate/virtual_training.py",
     "simulate/virtual_updates.py",
 )

@@ -3,6 +3,7 @@
     Replica         a local step is one of the worker's own optimizer; nothing is pushed, values go to other workers
     SteppedReplica  a push brings the gradients of the steps since the last one
     BlockReplica    a push brings the values of a fragment, or their change
+    OwnMomentum     a push brings what the worker's momentum makes of a gradient; the values are the servers'
 
 A list of values is replaced, its tensors are never changed: that which was sent, fetched or read needs no copy.
 """
@@ -20,8 +21,11 @@ from torch import nn
 
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.weighted_sum import with_change
+from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, dense, known_name
 from polytempo.simulate.datasets import TensorPair
 from polytempo.sync.blocks import Averaging
+from polytempo.sync.momentum import LOOKAHEAD, MomentumForm, check_kept, form_of
+from polytempo.sync.spec import Spec
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -44,13 +48,15 @@ class SampleGradients:
         self._model, self._train, self._loss, self._spread = copy.deepcopy(model).train(), train, loss, spread
         self.parameters = trainable(self._model)
         self._initial = [buffer.detach().clone() for buffer in model.buffers()]
+        self._loaded: int | None = None
         self.buffers: dict[int, Weights] = {}  #: of each worker that has computed
 
-    def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Take these values."""
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, values, strict=True):
-                parameter.copy_(value)
+    def load(self, values: Sequence[torch.Tensor], version: int | None = None) -> None:
+        """Take these values; those of a version that is loaded already are not copied again."""
+        if version is None or version != self._loaded:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, values)
+        self._loaded = version
 
     def of(self, worker: int, index: torch.Tensor) -> tuple[Gradient, torch.Tensor]:
         """The gradient of these samples on the values that are loaded, and the loss."""
@@ -111,8 +117,7 @@ class Replica:
     def _walk(self, values: Weights, gradients: Sequence[Gradient]) -> Weights:
         """What the optimizer makes of values, with a step along each of these gradients."""
         with torch.no_grad():
-            for parameter, value in zip(self.parameters, values, strict=True):
-                parameter.copy_(value)
+            torch._foreach_copy_(self.parameters, values)
         for gradient in gradients:
             for parameter, grad in zip(self.parameters, gradient, strict=True):
                 parameter.grad = grad
@@ -266,3 +271,67 @@ class BlockReplica(Replica):
 def is_averaged(value: Any) -> bool:
     """Is this part of an optimizer's state a tensor of numbers?"""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class OwnMomentum:
+    """The momentum of one worker. `sync/momentum.py` has the rule and `optim/worker_momentum.py` its tensors, as in a live job.
+
+    It changes in the order of the worker's pushes, those that are not applied included: the worker has made them.
+
+    Args:
+        spec: It keeps momentum at workers.
+        parameters: Of the model into which the values of a step are loaded.
+        make_optimizer: Makes the worker's optimizer.
+        workers: Their number.
+    """
+
+    def __init__(self, spec: Spec, parameters: list[nn.Parameter], make_optimizer: OptimizerFactory, workers: int) -> None:
+        self._parameters, self.optimizer = parameters, make_optimizer(parameters)
+        name, looks_ahead = known_name(self.optimizer), spec.worker_momentum == LOOKAHEAD
+        check_kept(spec.text, name, type(self.optimizer).__name__)
+        self.form = form_of(name, self.optimizer.param_groups)
+        self._momentum: GradientMomentum | ChangeMomentum
+        if self.form is MomentumForm.GRADIENT:
+            self._momentum = GradientMomentum(self.optimizer, looks_ahead, spec.spike)
+        else:
+            self._momentum = ChangeMomentum(self.optimizer, looks_ahead)
+        self._own_rate = spec.own_push_rate(workers)
+        #: Pushes that a step to come may lack, each with the first version that has it: the answer's, if it is not applied.
+        self.pushes: list[tuple[Gradient, int]] = []
+
+    def add_own(self, read: int) -> None:
+        """Add the worker's unanswered pushes to the values of this version, which are loaded; `reducer/own_pushes.py` says
+        why. Later steps read this version or newer."""
+        self.pushes = [(push, version) for push, version in self.pushes if version > read]
+        factors = dict.fromkeys(map(id, self._parameters), self._own_rate)
+        if self.form is MomentumForm.GRADIENT:
+            for group in self.optimizer.param_groups:
+                factors.update((id(param), -self._own_rate * float(group["lr"])) for param in group["params"])
+        with torch.no_grad():
+            for push, _ in self.pushes:
+                for parameter, tensor in zip(self._parameters, push, strict=True):
+                    if tensor is not None:
+                        parameter.add_(tensor, alpha=factors[id(parameter)])
+
+    def push(self, gradient: Gradient) -> Gradient:
+        """What is pushed of a gradient, taken on the values that are loaded, which stay. The gradient is used up."""
+        if isinstance(self._momentum, ChangeMomentum):
+            for parameter, grad in zip(self._parameters, gradient, strict=True):
+                parameter.grad = grad
+            before = [parameter.detach().clone() for parameter in self._parameters]
+            self.optimizer.step()
+            with torch.no_grad():
+                for parameter, change in zip(self._parameters, before, strict=True):
+                    self._momentum.push(parameter, change)
+            return [None if grad is None else change for grad, change in zip(gradient, before, strict=True)]
+        pushed = [grad if grad is None else dense(grad) for grad in gradient]
+        with torch.no_grad():
+            for parameter, grad in zip(self._parameters, pushed, strict=True):
+                if grad is not None:
+                    self._momentum.push(parameter, grad, grad)
+        return pushed
+
+    def settle(self, pushed: Gradient, version: int) -> None:
+        """A push was applied, or dropped; the answer to it has this version."""
+        if self._own_rate:
+            self.pushes.append((pushed, version))

@@ -3,8 +3,7 @@
     gradients   of given samples on given values, each worker with buffers of its own     `SampleGradients`
     master      the values at servers; versions of it have readers                        `WeightHistory`
     updates     of weighted gradients, or of weighted values                              `virtual_updates.py`
-    replicas    values and an optimizer that are a worker's own                           `replicas.py`
-    momentum    of each worker, where workers keep it                                     `virtual_momentum.py`
+    replicas    values, an optimizer or a momentum that are a worker's own                `replicas.py`
 
 Which of them a run has follows from what a push brings:
 
@@ -41,13 +40,13 @@ from polytempo.simulate.replicas import (
     Gradient,
     LossFn,
     OptimizerFactory,
+    OwnMomentum,
     Replica,
     SampleGradients,
     SteppedReplica,
     Weights,
     trainable,
 )
-from polytempo.simulate.virtual_momentum import VirtualMomentum
 from polytempo.simulate.virtual_updates import GradientUpdates, ValueUpdates, WeightHistory, master_optimizer
 from polytempo.sync.actions import Apply
 from polytempo.sync.directives import Mixing
@@ -86,13 +85,14 @@ class VirtualModel:
         self._shards, self._brings = shards, spec.machine(0).brings
         self._reads = self._brings in ("gradient", "share", "batches")  # do workers compute on versions of the master?
         optimizer = master_optimizer(spec, make_optimizer(self._parameters))
-        self.momentum: VirtualMomentum | None = None
-        if spec.worker_momentum:
-            self.momentum = VirtualMomentum(self.gradients.parameters, make_optimizer, spec, shards.workers)
-            for group in optimizer.param_groups if self.momentum.form is MomentumForm.GRADIENT else ():
+        self.momenta: dict[int, OwnMomentum] = {}
+        self._make_momentum = partial(OwnMomentum, spec, self.gradients.parameters, make_optimizer, shards.workers)
+        self._keeps_momentum, form = bool(spec.worker_momentum), MomentumForm.NONE
+        if self._keeps_momentum:
+            form = self._make_momentum().form
+            for group in optimizer.param_groups if form is MomentumForm.GRADIENT else ():
                 group.update(BARE)
-        adds = self.momentum is not None and self.momentum.form is MomentumForm.CHANGE
-        self._updates = GradientUpdates(self._parameters, optimizer, spec, adds)
+        self._updates = GradientUpdates(self._parameters, optimizer, spec, adds=form is MomentumForm.CHANGE)
         self._means: ValueUpdates | None = None
         self._make: Callable[..., Replica] = partial(Replica, make_optimizer=make_optimizer)
         if spec.averaging is not None:
@@ -135,8 +135,7 @@ class VirtualModel:
 
     def end(self, worker: int, finished: bool) -> None:
         """A worker has left, with all its steps made or not; what it alone had is dropped."""
-        if self.momentum is not None:
-            self.momentum.end(worker)
+        self.momenta.pop(worker, None)
         gone = self.replicas.pop(worker, None)
         if finished and gone is not None:
             self._finished[worker] = gone
@@ -232,9 +231,9 @@ class VirtualModel:
 
     def lose(self, worker: int, step: int, version: int) -> None:
         """A push, computed on this version, is not applied; the version has one reader less."""
-        if self.momentum is not None:  # it has moved on by this push
+        if self._keeps_momentum:  # it has moved on by this push
             pushed = self._pushed(worker, self._shards.batch(worker, step), version)
-            self.momentum.settle(worker, pushed, self.versions.newest)
+            self.momenta[worker].settle(pushed, self.versions.newest)
         self.drop(version)
         if worker in self.replicas:
             self.replicas[worker].settle()
@@ -265,8 +264,8 @@ class VirtualModel:
         if gradient:
             self._updates.step(gradient, [newest - version for version in versions], apply.rate)
         for push in pushes:
-            if self.momentum is not None:
-                self.momentum.settle(push.worker, gradient, self.versions.newest)
+            if self._keeps_momentum:
+                self.momenta[push.worker].settle(gradient, self.versions.newest)
             if not self._reads:
                 self.replicas[push.worker].settle()
 
@@ -287,11 +286,14 @@ class VirtualModel:
 
     def _pushed(self, worker: int, index: torch.Tensor, version: int) -> Gradient:
         """What a worker pushes of a step on these samples, which has read this version."""
-        self.gradients.load(self.versions.read(version))
-        if self.momentum is None:
+        if not self._keeps_momentum:
+            self.gradients.load(self.versions.read(version), version)
             return self.gradients.of(worker, index)[0]
-        self.momentum.add_own(worker, version)
-        return self.momentum.push(worker, self.gradients.of(worker, index)[0])
+        if worker not in self.momenta:
+            self.momenta[worker] = self._make_momentum()
+        self.gradients.load(self.versions.read(version))
+        self.momenta[worker].add_own(version)
+        return self.momenta[worker].push(self.gradients.of(worker, index)[0])
 
     # The model to look at.
 
@@ -321,8 +323,10 @@ def plain_steps(
 ) -> torch.optim.Optimizer:
     """Plain SGD for local steps at this rate, or at that which the master's optimizer has for each of its parameters."""
     rates = {id(p): float(group["lr"]) for group in master.param_groups for p in group["params"]}
-    described = [{"params": [p], "lr": rate or rates[id(own)]} for p, own in zip(parameters, like, strict=True)]
-    return torch.optim.SGD(described)
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter, own in zip(parameters, like, strict=True):
+        groups.setdefault(rate or rates[id(own)], []).append(parameter)
+    return torch.optim.SGD([{"params": members, "lr": lr} for lr, members in groups.items()])
 
 
 def in_one(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
