@@ -203,6 +203,8 @@ PURE = (
     "records/check.py",
     "records/lines.py",
     "records/replay.py",
+    "report/advice.py",
+    "report/scaling.py",
     "launcher/environment.py",
     "launcher/supervisor.py",
     "launcher/terminal_output.py",

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from clusters import EVENTFUL, INSTANT, STRAGGLER
+from clusters import EVENTFUL, INSTANT, STRAGGLER, random_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.simulate.cluster import Cluster, Crash, Hiccup, Hosts, Link, Stall
 from polytempo.simulate.dealing import EpochDealer, EpochRange
-from polytempo.simulate.description import cluster_from_record, random_cluster
+from polytempo.simulate.description import cluster_from_record
 from polytempo.simulate.durations import Constant, Lognormal, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.worker import Worker

@@ -1,4 +1,4 @@
-"""Clusters and experiments from data: a description, a recorded run, or a seed.
+"""Clusters and experiments from data: a description, or a recorded run.
 
 A description is plain data (a YAML or JSON file, already loaded), checked key by key: a mistake is one line that says where
 it is, what was expected and what was given; a misspelt key names the nearest one. (Checked by hand, because the simulator
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from random import Random
 from statistics import fmean, median
 from typing import Any
 
@@ -26,9 +24,8 @@ from polytempo.records.lines import MAIN, RecordLine, of_optimizer
 from polytempo.records.paces import LEAST_STEPS
 from polytempo.records.step_cost import WARM_UP, StepCost, step_costs
 from polytempo.records.step_figures import StepFigures, figures_of
-from polytempo.simulate import durations
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
-from polytempo.simulate.durations import Duration, Exponential, Lognormal, Trace
+from polytempo.simulate.durations import Constant, Duration, Exponential, Lognormal, Trace, Uniform
 from polytempo.units import parse_rate, parse_seconds, parse_size
 
 FieldReader = Callable[[Any, str], Any]
@@ -76,12 +73,12 @@ def cluster_from(data: Any, where: str = "cluster") -> Cluster:
         raise ClusterError(f"{where}: {error}") from None
 
 
-def duration_from(data: Any, where: str) -> durations.Duration:
+def duration_from(data: Any, where: str) -> Duration:
     """A step time: seconds, a list of them (a trace), or a mapping with a `kind`."""
     if isinstance(data, list):
-        return durations.Trace(tuple(_seconds(value, where) for value in data))
+        return Trace(tuple(_seconds(value, where) for value in data))
     if not isinstance(data, Mapping):
-        return durations.Constant(_seconds(data, where))
+        return Constant(_seconds(data, where))
     kind = data.get("kind")
     if kind not in _DURATIONS:
         raise ClusterError(f"{where}: unknown kind {kind!r}; known: {', '.join(_DURATIONS)}{nearest(str(kind), _DURATIONS)}")
@@ -184,12 +181,12 @@ def _keys(data: Any, where: str, readers: Mapping[str, FieldReader]) -> dict[str
     return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
 
 
-_DURATIONS: dict[str, tuple[Callable[..., durations.Duration], Mapping[str, FieldReader]]] = {
-    "constant": (durations.Constant, {"seconds": _seconds}),
-    "lognormal": (durations.Lognormal, {"mean": _seconds, "spread": _number}),
-    "uniform": (durations.Uniform, {"low": _seconds, "high": _seconds}),
-    "exponential": (durations.Exponential, {"mean": _seconds, "base": _seconds}),
-    "trace": (durations.Trace, {"seconds": _list(_seconds)}),
+_DURATIONS: dict[str, tuple[Callable[..., Duration], Mapping[str, FieldReader]]] = {
+    "constant": (Constant, {"seconds": _seconds}),
+    "lognormal": (Lognormal, {"mean": _seconds, "spread": _number}),
+    "uniform": (Uniform, {"low": _seconds, "high": _seconds}),
+    "exponential": (Exponential, {"mean": _seconds, "base": _seconds}),
+    "trace": (Trace, {"seconds": _list(_seconds)}),
 }
 
 _LINK = _record(Link, {"latency": _seconds, "bandwidth": _optional(_rate), "shared": _flag})
@@ -290,25 +287,3 @@ def _step_times(pushes: list[StepFigures], batch: int, cost: StepCost | None, de
         found += [max(own / count * scale + stuck, SHORTEST)] * (1 if dealt else count)
         stuck = 0.0
     return found
-
-
-def random_cluster(seed: int) -> Cluster:
-    """A random cluster for tests of modes, by seed: 1 to 9 workers, a join, a leave, a crash, a stall, any link."""
-    random = Random(seed)
-    workers = random.randint(1, 9)
-    some = partial(random.randrange, workers)
-    crashed = some()
-    step_time: Duration = Lognormal(1.0, random.random()) if random.random() < 0.5 else Exponential(1.0)
-    return Cluster(
-        workers=workers,
-        step_time=step_time,
-        slow={some(): random.uniform(1, 5)},
-        hiccup=Hiccup(random.random() / 10, 5.0),
-        stalls=(Stall(some(), random.uniform(0, 30), random.uniform(0, 20)),),
-        joins=(Arrival(workers, random.uniform(0, 40)), Arrival(crashed, random.uniform(30, 60))),
-        leaves=(Departure(some(), random.uniform(0, 60)),),
-        crashes=(Crash(crashed, random.uniform(0, 30), random.uniform(0, 5)),),
-        link=random.choice([Link(), Link(random.random(), 10 ** random.uniform(0, 2)), Link(0.0, 5.0, shared=True)]),
-        servers=Servers(random.randint(1, 3)),
-        model_bytes=1.0,
-    )

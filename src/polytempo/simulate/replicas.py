@@ -274,7 +274,7 @@ def is_averaged(value: Any) -> bool:
 
 
 class OwnMomentum:
-    """The momentum of one worker. `sync/momentum.py` has the rule and `optim/worker_momentum.py` its tensors, as in a live job.
+    """The momentum of one worker: `sync/momentum.py` has the rule, `optim/worker_momentum.py` its tensors, as in a live job.
 
     It changes in the order of the worker's pushes, those that are not applied included: the worker has made them.
 
