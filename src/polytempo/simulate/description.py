@@ -93,40 +93,24 @@ def duration_from(data: Any, where: str) -> Duration:
 # Readers: each takes a value and its place in the description.
 
 
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ClusterError(f"{where}: expected a number, got {value!r}")
-    return float(value)
+def _plain(words: str, kind: type, *also: type) -> FieldReader:
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, (kind, *also)) or (isinstance(value, bool) and kind is not bool):
+            raise ClusterError(f"{where}: expected {words}, got {value!r}")
+        return kind(value)
+
+    return read
 
 
-def _whole(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ClusterError(f"{where}: expected a whole number, got {value!r}")
-    return value
+_number, _whole = _plain("a number", float, int), _plain("a whole number", int)
+_flag, _text = _plain("true or false", bool), _plain("a word", str)
 
 
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise ClusterError(f"{where}: expected true or false, got {value!r}")
-    return value
+def _with_unit(parse: Callable[[Any, str], float], what: str) -> FieldReader:
+    return lambda value, where: parse(value, f"{where} as a {what}")
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ClusterError(f"{where}: expected a word, got {value!r}")
-    return value
-
-
-def _seconds(value: Any, where: str) -> float:
-    return parse_seconds(value, f"{where} as a time")
-
-
-def _size(value: Any, where: str) -> float:
-    return parse_size(value, f"{where} as a size")
-
-
-def _rate(value: Any, where: str) -> float:
-    return parse_rate(value, f"{where} as a rate")
+_seconds, _size, _rate = _with_unit(parse_seconds, "time"), _with_unit(parse_size, "size"), _with_unit(parse_rate, "rate")
 
 
 def _optional(read: FieldReader) -> FieldReader:

@@ -84,16 +84,11 @@ class FetchedValues:
 
 
 class Replica:
-    """The model of one worker.
+    """The model of one worker."""
 
-    Args:
-        values: It starts with these.
-        make_optimizer: Makes its optimizer.
-        weight: Of the model, in push-sum; 0: there is none yet.
-    """
-
-    def __init__(self, values: Weights, make_optimizer: OptimizerFactory, weight: float = 1.0) -> None:
-        self.values, self.weight = values, weight
+    def __init__(self, values: Weights, make_optimizer: OptimizerFactory) -> None:
+        self.values = values
+        self.weight = 1.0  #: of the model, in push-sum; 0: there is none yet
         self.snapshot: Weights | None = None  #: what the step is computed on, where others change the values meanwhile
         self._stepped = values  # what that step has made of the snapshot
         self.parameters = [nn.Parameter(value.clone()) for value in values]  #: on these the optimizer works
@@ -276,13 +271,8 @@ def is_averaged(value: Any) -> bool:
 class OwnMomentum:
     """The momentum of one worker: `sync/momentum.py` has the rule, `optim/worker_momentum.py` its tensors, as in a live job.
 
-    It changes in the order of the worker's pushes, those that are not applied included: the worker has made them.
-
-    Args:
-        spec: It keeps momentum at workers.
-        parameters: Of the model into which the values of a step are loaded.
-        make_optimizer: Makes the worker's optimizer.
-        workers: Their number.
+    It changes in the order of the worker's pushes, those that are not applied included: the worker has made them. The
+    parameters are those into which the values of a step are loaded.
     """
 
     def __init__(self, spec: Spec, parameters: list[nn.Parameter], make_optimizer: OptimizerFactory, workers: int) -> None:

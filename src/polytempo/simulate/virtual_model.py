@@ -56,16 +56,7 @@ from polytempo.sync.spec import Spec
 
 
 class VirtualModel:
-    """The models of one run. Methods are called by the engine, at the virtual time at which things happen.
-
-    Args:
-        model: All start with its values; it is not changed.
-        train: The training data.
-        shards: The samples of each worker.
-        loss: A function of outputs and targets.
-        make_optimizer: Makes an optimizer from a list of parameters.
-        spec: The mode.
-    """
+    """The models of one run. Methods are called by the engine, at the virtual time at which things happen."""
 
     #: Compute micro-batches of a push in one pass: the same sum, if the loss is a mean over samples and no layer (batch
     #: norm, dropout) depends on what else is in a batch; several times faster.

@@ -83,14 +83,7 @@ def master_optimizer(spec: Spec, given: torch.optim.Optimizer) -> torch.optim.Op
 
 
 class GradientUpdates:
-    """Updates along gradients.
-
-    Args:
-        parameters: Of the master.
-        optimizer: Of these.
-        spec: With its corrections.
-        adds: What comes are changes, which are added, and no gradients.
-    """
+    """Updates along gradients; or, with `adds`, by changes, which are added."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, spec: Spec, adds: bool) -> None:
         self._parameters, self._optimizer = parameters, optimizer
@@ -131,13 +124,7 @@ class GradientUpdates:
 
 
 class ValueUpdates:
-    """Updates by values, or by their changes, of the fragments of a model; fragments are those of a live job.
-
-    Args:
-        parameters: Of the master.
-        optimizer: Of these: of each group the outer step has a rule.
-        averaging: How workers average.
-    """
+    """Updates by values, or by their changes, of the fragments of a model; fragments are those of a live job."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, averaging: Averaging) -> None:
         self._parameters, self._averaging = parameters, averaging
