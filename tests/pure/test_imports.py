@@ -204,6 +204,7 @@ PURE = (
     "records/lines.py",
     "records/replay.py",
     "report/advice.py",
+    "report/recorded_cluster.py",
     "report/scaling.py",
     "launcher/environment.py",
     "launcher/supervisor.py",

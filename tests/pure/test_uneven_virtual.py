@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
+from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.simulate.cluster import Cluster, Crash, Hiccup, Hosts, Link, Stall
 from polytempo.simulate.dealing import DealtSamples, MicroBatch
-from polytempo.simulate.description import cluster_from_record
 from polytempo.simulate.durations import Constant, Lognormal, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.worker import Worker

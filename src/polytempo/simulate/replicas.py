@@ -41,13 +41,18 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def cloned(tensors: Sequence[torch.Tensor]) -> Weights:
+    """The values of tensors, in memory of their own."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
 class SampleGradients:
     """Gradients of given samples on values that are loaded into one model; buffers are those of the worker."""
 
     def __init__(self, model: nn.Module, train: TensorPair, loss: LossFn, spread: GradientDivergence) -> None:
         self._model, self._train, self._loss, self._spread = copy.deepcopy(model).train(), train, loss, spread
         self.parameters = trainable(self._model)
-        self._initial = [buffer.detach().clone() for buffer in model.buffers()]
+        self._initial = cloned(list(model.buffers()))
         self._loaded: int | None = None
         self.buffers: dict[int, Weights] = {}  #: of each worker that has computed
 
@@ -68,7 +73,7 @@ class SampleGradients:
         loss = self._loss(self._model(inputs[index]), targets[index])
         loss.backward()
         if self._initial:
-            self.buffers[worker] = [buffer.detach().clone() for buffer in self._model.buffers()]
+            self.buffers[worker] = cloned(list(self._model.buffers()))
         gradient = [parameter.grad for parameter in self.parameters]
         self._spread.take(worker, gradient, self.parameters)
         return gradient, loss.detach()
@@ -117,7 +122,7 @@ class Replica:
             for parameter, grad in zip(self.parameters, gradient, strict=True):
                 parameter.grad = grad
             self.optimizer.step()
-        return [parameter.detach().clone() for parameter in self.parameters]
+        return cloned(self.parameters)
 
 
 @dataclass
@@ -203,13 +208,13 @@ class BlockReplica(Replica):
     """
 
     def __init__(
-        self, values: Weights, make_optimizer: OptimizerFactory, members: Sequence[list[int]], averaging: Averaging
+        self, values: Weights, make_optimizer: OptimizerFactory, fragments: Sequence[slice], averaging: Averaging
     ) -> None:
         super().__init__(values, make_optimizer)
-        self._members, self._averaging = members, averaging
-        self._losses: list[list[float]] = [[] for _ in members]  # since the last push of each fragment
-        self._base = [self._part(part) for part in range(len(members))]  # the values it last took
-        self._sent: list[Weights | None] = [None] * len(members)  # its own at the push, until an answer is taken
+        self._fragments, self._averaging = fragments, averaging
+        self._losses: list[list[float]] = [[] for _ in fragments]  # since the last push of each fragment
+        self._base = [values[fragment] for fragment in fragments]  # the values it last took
+        self._sent: list[Weights | None] = [None] * len(fragments)  # its own at the push, until an answer is taken
         self._fetched: dict[int, FetchedValues] = {}
 
     def step(self, gradient: Gradient, loss: torch.Tensor) -> None:
@@ -219,14 +224,13 @@ class BlockReplica(Replica):
 
     def send(self, part: int) -> SentValues:
         """Push a fragment."""
-        own = self._sent[part] = self._part(part)
-        values = own
+        values = own = self._sent[part] = self.values[self._fragments[part]]
         if self._averaging.decoupled:
             values = [base - value for base, value in zip(self._base[part], own, strict=True)]
         losses, self._losses[part] = self._losses[part], []
         state: State = []
         if self._averaging.state == "mean":
-            kept = [self.optimizer.state.get(self.parameters[index], {}) for index in self._members[part]]
+            kept = [self.optimizer.state.get(one, {}) for one in self.parameters[self._fragments[part]]]
             state = [{name: value.clone() for name, value in one.items() if is_averaged(value)} for one in kept]
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return SentValues(values, state, rates, sum(losses) / len(losses) if losses else None)
@@ -237,30 +241,22 @@ class BlockReplica(Replica):
 
     def install(self, part: int) -> FetchedValues:
         """They have arrived."""
-        fetched, own, sent = self._fetched[part], self._part(part), self._sent[part]
+        fetched, sent, fragment = self._fetched[part], self._sent[part], self._fragments[part]
         self._sent[part], self._base[part] = None, fetched.values
-        taken = fetched.values if sent is None else with_change(own, fetched.values, sent)
-        values = list(self.values)
-        for index, value in zip(self._members[part], taken, strict=True):
-            values[index] = value
-        self.values = values
-        if sent is not None:
-            self._treat_state(part, fetched.state)
-        return fetched
-
-    def _part(self, part: int) -> Weights:
-        return [self.values[index] for index in self._members[part]]
-
-    def _treat_state(self, part: int, state: State) -> None:
+        self.values = list(self.values)
+        if sent is None:
+            self.values[fragment] = fetched.values
+            return fetched
+        self.values[fragment] = with_change(self.values[fragment], fetched.values, sent)
         kept = self.optimizer.state
-        for place, index in enumerate(self._members[part]):
-            parameter = self.parameters[index]
+        for place, parameter in enumerate(self.parameters[fragment]):
             if self._averaging.state == "reset":
                 kept.pop(parameter, None)
-            elif state and parameter in kept:
-                for name, value in state[place].items():
+            elif fetched.state and parameter in kept:
+                for name, value in fetched.state[place].items():
                     if is_averaged(kept[parameter].get(name)):
                         kept[parameter][name].copy_(value)
+        return fetched
 
 
 def is_averaged(value: Any) -> bool:
@@ -308,7 +304,7 @@ class OwnMomentum:
         if isinstance(self._momentum, ChangeMomentum):
             for parameter, grad in zip(self._parameters, gradient, strict=True):
                 parameter.grad = grad
-            before = [parameter.detach().clone() for parameter in self._parameters]
+            before = cloned(self._parameters)
             self.optimizer.step()
             with torch.no_grad():
                 for parameter, change in zip(self._parameters, before, strict=True):

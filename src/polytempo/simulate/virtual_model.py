@@ -45,6 +45,7 @@ from polytempo.simulate.replicas import (
     SampleGradients,
     SteppedReplica,
     Weights,
+    cloned,
     trainable,
 )
 from polytempo.simulate.virtual_updates import GradientUpdates, ValueUpdates, WeightHistory, master_optimizer
@@ -89,7 +90,7 @@ class VirtualModel:
         if spec.averaging is not None:
             means = self._means = ValueUpdates(self._parameters, optimizer, spec.averaging)
             self._make = partial(
-                BlockReplica, make_optimizer=make_optimizer, members=means.members, averaging=spec.averaging
+                BlockReplica, make_optimizer=make_optimizer, fragments=means.fragments, averaging=spec.averaging
             )
         elif spec.local is not None:
             steps = partial(plain_steps, master=optimizer, rate=spec.local.alpha, like=self._parameters)
@@ -121,7 +122,7 @@ class VirtualModel:
         if worker in self.replicas and self.replicas[worker].weight > 0:  # others have sent it some meanwhile
             return
         self.gradients.buffers.pop(worker, None)
-        one = self.replicas[worker] = self._make([parameter.detach().clone() for parameter in self._parameters])
+        one = self.replicas[worker] = self._make(cloned(self._parameters))
         one.weight = 0.0 if empty else 1.0
 
     def end(self, worker: int, finished: bool) -> None:
@@ -154,7 +155,7 @@ class VirtualModel:
         if self._means is not None:
             newest = self._means.newest[part]
         else:
-            newest = FetchedValues(self.versions.newest, [parameter.detach().clone() for parameter in self._parameters])
+            newest = FetchedValues(self.versions.newest, cloned(self._parameters))
         self._pushing(worker).fetch(part, newest)
 
     def install(self, worker: int, part: int) -> None:

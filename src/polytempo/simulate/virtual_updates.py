@@ -22,7 +22,7 @@ from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.fragments import cut
 from polytempo.optim.outer_step import OuterRule, OuterStep
 from polytempo.optim.weighted_sum import weighted_sum
-from polytempo.simulate.replicas import FetchedValues, Gradient, SentValues, State, Weights
+from polytempo.simulate.replicas import FetchedValues, Gradient, SentValues, State, Weights, cloned
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.spec import Spec
@@ -56,7 +56,7 @@ class WeightHistory:
     def advance(self) -> None:
         """The newest version is about to change in place."""
         if self._readers[self.newest]:
-            self._copies[self.newest] = [tensor.detach().clone() for tensor in self._tensors]
+            self._copies[self.newest] = cloned(self._tensors)
         else:
             del self._readers[self.newest]
         self.newest += 1
@@ -129,23 +129,23 @@ class ValueUpdates:
     def __init__(self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, averaging: Averaging) -> None:
         self._parameters, self._averaging = parameters, averaging
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        self.members = [list(members) for members in cut(sizes, averaging.fragments)]
+        self.fragments = [slice(one.start, one.stop) for one in cut(sizes, averaging.fragments)]
         groups = optimizer.param_groups
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         rule = OuterRule(averaging.outer_lr, averaging.outer_momentum, averaging.nesterov, averaging.in_lr)
         self._outer: list[OuterStep] = []  # of each fragment, where the mean itself is not the new model
-        for members in self.members if averaging.decoupled or not averaging.plain else ():
-            own = [parameters[index] for index in members]
+        for fragment in self.fragments if averaging.decoupled or not averaging.plain else ():
+            own = parameters[fragment]
             self._outer.append(OuterStep([p.data for p in own], [group_of[id(p)] for p in own], [rule] * len(groups)))
-        self.newest = [FetchedValues(0, self._values_of(members)) for members in self.members]
+        self.newest = [FetchedValues(0, cloned(parameters[fragment])) for fragment in self.fragments]
         self.taken = list(self.newest)  # the newest of each fragment that a worker has taken
 
     def merge(self, part: int, sent: Sequence[SentValues], weights: Sequence[float]) -> None:
         """Move a fragment."""
-        total, members = sum(weights), self.members[part]
+        total, own = sum(weights), self._parameters[self.fragments[part]]
         if not total > 0:  # workers that finish have sent nothing new
             return
-        shares, own = [weight / total for weight in weights], [self._parameters[index] for index in members]
+        shares = [weight / total for weight in weights]
         mean = weighted_sum(zip((one.values for one in sent), shares, strict=True))
         with torch.no_grad():
             if self._averaging.decoupled:
@@ -156,7 +156,7 @@ class ValueUpdates:
                 for parameter, value in zip(own, mean, strict=True):
                     parameter.copy_(value)
         state = mean_state([one.state for one in sent], shares) if self._averaging.state == "mean" else []
-        self.newest[part] = FetchedValues(self.newest[part].number + 1, self._values_of(members), state)
+        self.newest[part] = FetchedValues(self.newest[part].number + 1, cloned(own), state)
 
     def take(self, part: int, values: FetchedValues) -> None:
         """A worker has taken these."""
@@ -165,15 +165,7 @@ class ValueUpdates:
 
     def shown(self) -> Weights:
         """The model to look at: an average is worth nothing while it is on its way."""
-        by_index = {
-            index: value
-            for members, taken in zip(self.members, self.taken, strict=True)
-            for index, value in zip(members, taken.values, strict=True)
-        }
-        return [by_index[index] for index in range(len(self._parameters))]
-
-    def _values_of(self, members: list[int]) -> Weights:
-        return [self._parameters[index].detach().clone() for index in members]
+        return [value for taken in self.taken for value in taken.values]
 
 
 def mean_state(states: Sequence[State], shares: Sequence[float]) -> State:
