@@ -193,6 +193,15 @@ def test_versions_are_kept_only_while_somebody_can_read_them(sync: str, monkeypa
         assert most[0] == 0
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_steps_ahead_are_trained_where_messages_take_no_time(workers: int) -> None:
+    """A push is applied, and the next release is here, before the worker has begun the step that it was allowed earlier."""
+    task, cluster = digits(), Cluster(workers=workers)
+    run = train_virtually(task.model, task.data, task.loss, sync="delay:3", cluster=cluster, steps_each=20)
+    assert run.outcome.steps == 20 * workers
+    assert run.outcome.staleness_max <= 3 * workers
+
+
 def test_versions_alone() -> None:
     tensor = torch.zeros(2)
     versions = WeightHistory([tensor])

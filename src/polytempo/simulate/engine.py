@@ -343,7 +343,7 @@ class Engine:
     def _obey(self, orders: Orders, worker: Worker, now: float) -> None:
         for order in orders:
             self._performs[type(order)](order, worker, now)
-        if not worker.busy:
+        if not worker.busy and not worker.machine.computes:  # else the order to compute is still to come
             if self._reads:
                 self._forget_weights(worker)  # it will not compute on them again
             if self._overlaps and worker.alive and not worker.leaving and worker.held_since == NOT_HELD:
