@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.records.files import read_events, read_meta
-from polytempo.simulate.description import cluster_from_record
+from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.simulate.run import simulate_job
 
 MODES = ("bsp", "ssp:3", "dssp:3..15", "asp", "every:8")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,6 @@ from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Hiccup
-from polytempo.simulate.description import random_cluster
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
@@ -120,6 +120,9 @@ def _mean(values: list[float]) -> str:
 
 
 def records(seeds: int) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pure"))
+    from clusters import random_cluster
+
     lines_of: dict[str, int] = {}
     for seed in track(range(seeds), description="records"):
         cluster = random_cluster(seed)

@@ -139,18 +139,16 @@ def run(job: Job, folder: Path, whole: bool = False) -> Curve:
     import torch
 
     from polytempo.simulate.datasets import Shards, fashion_mnist_model
-    from polytempo.simulate.dealt_trainer import VirtualDealtTrainer
     from polytempo.simulate.run import simulate_job
-    from polytempo.simulate.virtual_training import trainer_of
+    from polytempo.simulate.virtual_model import VirtualModel
 
     torch.set_num_threads(1)
     cluster, (train, test), spec = CLUSTERS[job.cluster], _data(folder, whole), parse_spec(job.sync)
     shards = Shards(len(train[0]), cluster.workers, [cluster.batch] * cluster.workers, job.seed)
     optimizer = partial(torch.optim.SGD, lr=job.rate, momentum=MOMENTUM)
     loss = torch.nn.functional.cross_entropy
-    trainer = trainer_of(spec)(fashion_mnist_model(job.seed), train, shards, loss, optimizer, spec)
-    if isinstance(trainer, VirtualDealtTrainer):
-        trainer.one_pass = True
+    trainer = VirtualModel(fashion_mnist_model(job.seed), train, shards, loss, optimizer, spec)
+    trainer.one_pass = True
     looks = Looks(*test)
     trainer.observers.append(lambda now: looks.look(trainer.master, now))
     with contextlib.suppress(Reached):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from random import Random
 
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Servers, Stall
-from polytempo.simulate.durations import Constant, Lognormal
+from polytempo.simulate.durations import Constant, Duration, Exponential, Lognormal
 
 #: Every mode that is built, with the options that change its mechanism.
 MODES = (
@@ -68,3 +70,25 @@ INSTANT = replace(EVENTFUL, link=Link(), model_bytes=0.0, servers=Servers())
 def speeds(*seconds: float) -> Cluster:
     """Workers whose steps take these seconds, always."""
     return Cluster(workers=len(seconds), step_times={rank: Constant(s) for rank, s in enumerate(seconds)})
+
+
+def random_cluster(seed: int) -> Cluster:
+    """A cluster by seed: 1 to 9 workers, a join, a leave, a crash, a stall, any link."""
+    random = Random(seed)
+    workers = random.randint(1, 9)
+    some = partial(random.randrange, workers)
+    crashed = some()
+    step_time: Duration = Lognormal(1.0, random.random()) if random.random() < 0.5 else Exponential(1.0)
+    return Cluster(
+        workers=workers,
+        step_time=step_time,
+        slow={some(): random.uniform(1, 5)},
+        hiccup=Hiccup(random.random() / 10, 5.0),
+        stalls=(Stall(some(), random.uniform(0, 30), random.uniform(0, 20)),),
+        joins=(Arrival(workers, random.uniform(0, 40)), Arrival(crashed, random.uniform(30, 60))),
+        leaves=(Departure(some(), random.uniform(0, 60)),),
+        crashes=(Crash(crashed, random.uniform(0, 30), random.uniform(0, 5)),),
+        link=random.choice([Link(), Link(random.random(), 10 ** random.uniform(0, 2)), Link(0.0, 5.0, shared=True)]),
+        servers=Servers(random.randint(1, 3)),
+        model_bytes=1.0,
+    )

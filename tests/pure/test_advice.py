@@ -21,8 +21,8 @@ from polytempo.launcher.request import CheckedRequest
 from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
 from polytempo.report import straggler_costs
+from polytempo.report.advice import advise, caution_of, default_modes, situation_of
 from polytempo.report.straggler_report import closing_line, straggler_report
-from polytempo.simulate.advice import advise, caution_of, default_modes, situation_of
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clusters import EVENTFUL, INSTANT, STRAGGLER, speeds
+from clusters import EVENTFUL, INSTANT, STRAGGLER, random_cluster, speeds
 
 from polytempo.cli.main import run
 from polytempo.records.check import check_lines
 from polytempo.records.files import RecordWriter
 from polytempo.records.lines import RecordLine, of_optimizer
 from polytempo.records.replay import replay
+from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Link
 from polytempo.simulate.collective_cost import all_reduce_seconds
-from polytempo.simulate.description import cluster_from_record, random_cluster
 from polytempo.simulate.outcome import meta_of
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec

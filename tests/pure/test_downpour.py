@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from clusters import EVENTFUL, INSTANT, speeds
+from clusters import EVENTFUL, INSTANT, random_cluster, speeds
 from driving import Job
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,6 @@ from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.simulate.cluster import Cluster, Crash, Link
-from polytempo.simulate.description import random_cluster
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Hold, Release
 from polytempo.sync.spec import parse_spec

@@ -203,6 +203,9 @@ PURE = (
     "records/check.py",
     "records/lines.py",
     "records/replay.py",
+    "report/advice.py",
+    "report/recorded_cluster.py",
+    "report/scaling.py",
     "launcher/environment.py",
     "launcher/supervisor.py",
     "launcher/terminal_output.py",
@@ -228,13 +231,10 @@ PURE = (
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
 VIRTUAL = (
     "simulate/datasets.py",
-    "simulate/virtual_momentum.py",
+    "simulate/replicas.py",
+    "simulate/virtual_model.py",
     "simulate/virtual_training.py",
-    "simulate/gradient_trainer.py",
-    "simulate/local_trainer.py",
-    "simulate/block_trainer.py",
-    "simulate/gossip_trainer.py",
-    "simulate/dealt_trainer.py",
+    "simulate/virtual_updates.py",
 )
 IMPURE = {
     "time",

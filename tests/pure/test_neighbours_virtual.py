@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from clusters import STRAGGLER
+from clusters import STRAGGLER, random_cluster
 
 from polytempo.errors import UsageError
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Link
-from polytempo.simulate.description import random_cluster
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.links import PeerRoute
 from polytempo.simulate.run import simulate_job

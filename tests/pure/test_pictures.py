@@ -15,9 +15,10 @@ import pytest
 
 from polytempo.report import picture
 from polytempo.report.picture import curve_styles, draw_comparison, draw_scaling, draw_training
+from polytempo.report.scaling import scaling
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.run import scaling, simulate_job
+from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import MODES
 
 pytest.importorskip("matplotlib", reason="pictures need it: pip install polytempo[plots]")

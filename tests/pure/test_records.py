@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clusters import EVENTFUL, INSTANT, MODES, NOT_ALONE, STRAGGLER
+from clusters import EVENTFUL, INSTANT, MODES, NOT_ALONE, STRAGGLER, random_cluster
 
 from polytempo.cli.main import run
 from polytempo.errors import BrokenInvariant, RecordError
@@ -19,7 +19,6 @@ from polytempo.records.files import EVENTS, META, RecordWriter, read_events, rea
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import decisions, replay
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.description import random_cluster
 from polytempo.simulate.outcome import meta_of
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec

@@ -12,6 +12,7 @@ from polytempo.cli.compare import _which
 from polytempo.errors import UsageError
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
+from polytempo.report.scaling import scaling
 from polytempo.report.shortfall import falls_short, short_of_bsp
 from polytempo.report.table import (
     comparison,
@@ -23,7 +24,7 @@ from polytempo.report.table import (
 )
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
-from polytempo.simulate.run import scaling, simulate_job
+from polytempo.simulate.run import simulate_job
 
 OUTCOMES = [simulate_job(STRAGGLER, sync, steps=200) for sync in ("bsp", "bsp+backup:1", "ssp:3", "asp")]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from polytempo.report.scaling import scaling
 from polytempo.report.table import scaling_table
 from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.run import scaling
 
 
 def test_server_saturates_shards_help_ring_stays_flat() -> None:

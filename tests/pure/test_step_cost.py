@@ -11,9 +11,10 @@ from polytempo.errors import ClusterError
 from polytempo.records.lines import RecordLine
 from polytempo.records.step_cost import step_costs
 from polytempo.records.step_figures import StepFigures, figures_of
+from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.report.straggler_report import best_mode, straggler_report
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.description import cluster_from, cluster_from_record
+from polytempo.simulate.description import cluster_from
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
 

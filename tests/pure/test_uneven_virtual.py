@@ -6,16 +6,16 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from clusters import EVENTFUL, INSTANT, STRAGGLER
+from clusters import EVENTFUL, INSTANT, STRAGGLER, random_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
+from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.simulate.cluster import Cluster, Crash, Hiccup, Hosts, Link, Stall
-from polytempo.simulate.dealing import EpochDealer, EpochRange
-from polytempo.simulate.description import cluster_from_record, random_cluster
+from polytempo.simulate.dealing import DealtSamples, MicroBatch
 from polytempo.simulate.durations import Constant, Lognormal, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.worker import Worker
@@ -144,26 +144,26 @@ def test_a_budget_in_steps_has_the_samples_of_other_modes() -> None:
 )
 def test_each_place_is_used_once_an_epoch(length: int, moves: list[tuple[int, int, bool]]) -> None:
     """Workers take, and then use what they took or give it back."""
-    dealer, used = EpochDealer(length), Counter[tuple[int, int]]()
-    held: dict[int, tuple[EpochRange, ...]] = {}
+    dealer, used = DealtSamples(length), Counter[tuple[int, int]]()
+    held: dict[int, MicroBatch] = {}
     for worker, count, uses in moves:
         if worker not in held:
             held[worker] = dealer.take(worker, count)
-            assert held[worker]
+            assert held[worker].samples > 0
             continue
-        places = held.pop(worker)
+        batch = held.pop(worker)
         if uses:
-            dealer.finish(worker, places)
-            used.update((epoch, place) for epoch, start, stop in places for place in range(start, stop))
+            dealer.finish(worker, [batch])
+            used.update((epoch, place) for epoch, start, stop in batch.places for place in range(start, stop))
         else:
-            dealer.give_back(worker, places)
+            dealer.give_back(worker, [batch])
     assert max(used.values(), default=1) == 1
-    for worker, places in held.items():
-        dealer.give_back(worker, places)
+    for worker, batch in held.items():
+        dealer.give_back(worker, [batch])
     for _ in range(length + 1):  # what is left of the epochs that have begun comes first
-        places = dealer.take(9, 1)
-        dealer.finish(9, places)
-        used.update((epoch, place) for epoch, start, stop in places for place in range(start, stop))
+        batch = dealer.take(9, 1)
+        dealer.finish(9, [batch])
+        used.update((epoch, place) for epoch, start, stop in batch.places for place in range(start, stop))
     assert set(used.values()) == {1}
     assert {(0, place) for place in range(length)} <= set(used)
 

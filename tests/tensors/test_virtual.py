@@ -24,8 +24,9 @@ from polytempo.simulate.datasets import (
     find_task,
 )
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.gradient_trainer import VirtualTrainer, WeightHistory
+from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import model_bytes, train_virtually
+from polytempo.simulate.virtual_updates import WeightHistory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -168,20 +169,20 @@ EVENTFUL = Cluster(
     "sync", ["bsp", "bsp+backup:1", "asp", "ssp:3", "dssp:1..6", "every:4", "every:4,wait=1", "delay:3", "asp,drop=1,dc=1"]
 )
 def test_versions_are_kept_only_while_somebody_can_read_them(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainees: list[VirtualTrainer] = []
+    trainees: list[VirtualModel] = []
     most = [0]
-    make = VirtualTrainer.__init__
+    make = VirtualModel.__init__
 
-    def remember(self: VirtualTrainer, *args: object) -> None:
+    def remember(self: VirtualModel, *args: object) -> None:
         make(self, *args)  # type: ignore[arg-type]
         trainees.append(self)
 
-    def apply(self: VirtualTrainer, *args: object, original: Callable[..., None] = VirtualTrainer.apply) -> None:
+    def apply(self: VirtualModel, *args: object, original: Callable[..., None] = VirtualModel.apply) -> None:
         original(self, *args)
         most[0] = max(most[0], self.versions.copies)
 
-    monkeypatch.setattr(VirtualTrainer, "__init__", remember)
-    monkeypatch.setattr(VirtualTrainer, "apply", apply)
+    monkeypatch.setattr(VirtualModel, "__init__", remember)
+    monkeypatch.setattr(VirtualModel, "apply", apply)
     task = digits()
     train_virtually(task.model, task.data, task.loss, sync=sync, cluster=EVENTFUL, steps_each=40)
     assert trainees[0].versions.newest >= 40
@@ -190,6 +191,15 @@ def test_versions_are_kept_only_while_somebody_can_read_them(sync: str, monkeypa
     assert most[0] <= workers * (ahead + 2)
     if sync == "bsp":
         assert most[0] == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_steps_ahead_are_trained_where_messages_take_no_time(workers: int) -> None:
+    """A push is applied, and the next release is here, before the worker has begun the step that it was allowed earlier."""
+    task, cluster = digits(), Cluster(workers=workers)
+    run = train_virtually(task.model, task.data, task.loss, sync="delay:3", cluster=cluster, steps_each=20)
+    assert run.outcome.steps == 20 * workers
+    assert run.outcome.staleness_max <= 3 * workers
 
 
 def test_versions_alone() -> None:

@@ -16,7 +16,7 @@ from polytempo.optim.asup import AsuP
 from polytempo.optim.gradient_divergence import COORDINATES, GradientDivergence
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.datasets import digits
-from polytempo.simulate.gradient_trainer import VirtualTrainer
+from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
 
 RATE = 0.2
@@ -187,13 +187,13 @@ def test_corrections_of_nothing(options: str) -> None:
 
 
 def test_statistics_are_merged_as_those_of_one_population(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainees: list[VirtualTrainer] = []
-    make = VirtualTrainer.__init__
-    monkeypatch.setattr(VirtualTrainer, "__init__", lambda self, *args: (trainees.append(self), make(self, *args))[1])
+    trainees: list[VirtualModel] = []
+    make = VirtualModel.__init__
+    monkeypatch.setattr(VirtualModel, "__init__", lambda self, *args: (trainees.append(self), make(self, *args))[1])
     task = digits()
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10))
     run = train_virtually(model, task.data, task.loss, sync="asp", cluster=Cluster(workers=3, batch=8), steps=31)
-    means, variances, counts = zip(*trainees[0]._buffers.values(), strict=True)
+    means, variances, counts = zip(*trainees[0].gradients.buffers.values(), strict=True)
     mean = sum(means) / 3
     variance = sum(v + m * m for v, m in zip(variances, means, strict=True)) / 3 - mean * mean
     norm = run.model[0]

@@ -14,7 +14,8 @@ from torch import nn
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
 from polytempo.simulate.datasets import Shards, digits
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.local_trainer import Replica, VirtualLocalTrainer
+from polytempo.simulate.replicas import SteppedReplica
+from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -114,21 +115,21 @@ EVENTFUL = Cluster(
 @pytest.mark.parametrize("sync", ["downpour", "downpour:push=3,fetch=4,warm=7", "downpour:push=2,fetch=2,drop=2,dca=1"])
 def test_nothing_is_kept_that_nobody_needs(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest, trainees = [0], []
-    settle = Replica.settle
+    settle = SteppedReplica.settle
 
-    def watch(self: Replica, steps: int) -> None:
-        settle(self, steps)
-        longest[0] = max(longest[0], len(self.steps))
-        assert len(self.sent) <= 1  # beside the one that was settled just now
-        assert self.forgotten + len(self.steps) >= self.settled + sum(len(sent) for sent, _ in self.sent)
+    def watch(self: SteppedReplica) -> None:
+        settle(self)
+        longest[0] = max(longest[0], len(self.kept))
+        assert len(self.under_way) <= 1  # beside the one that was settled just now
+        assert len(self.kept) >= sum(self.under_way)
 
-    begin = VirtualLocalTrainer.begin
-    monkeypatch.setattr(Replica, "settle", watch)
-    monkeypatch.setattr(VirtualLocalTrainer, "begin", lambda self, *given: (trainees.append(self), begin(self, *given)))
+    begin = VirtualModel.begin
+    monkeypatch.setattr(SteppedReplica, "settle", watch)
+    monkeypatch.setattr(VirtualModel, "begin", lambda self, *given: (trainees.append(self), begin(self, *given)))
     task = digits()
     run = train_virtually(task.model, task.data, task.loss, sync=sync, cluster=EVENTFUL, optimizer=SGD, steps_each=40)
     assert 0 < longest[0] <= 12
-    assert not trainees[0]._replicas  # everybody is gone
+    assert not trainees[0].replicas  # everybody is gone
     assert trainees[0].versions.copies == 0
     assert bool(run.outcome.discarded) == ("drop" in sync)
 

@@ -12,7 +12,7 @@ from test_virtual_blocks import ADAM, EVENTFUL, MOMENTUM, SGD, TASK, ByHand, loa
 
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Link
 from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.gossip_trainer import VirtualGossipTrainer
+from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.sync.topology import mixing_rows
 
 
@@ -101,13 +101,13 @@ def test_without_rate_all_models_stay_what_they_were_through_joins_and_crashes(s
 def weights(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The sum of all push-sum weights, whenever the model is looked at."""
     seen: list[float] = []
-    look = VirtualGossipTrainer.observe
+    look = VirtualModel.observe
 
-    def watch(self: VirtualGossipTrainer, now: float) -> None:
-        seen.append(sum(one.weight for one in (*self._models.values(), *self._finished.values())))
+    def watch(self: VirtualModel, now: float) -> None:
+        seen.append(self.push_sum)
         look(self, now)
 
-    monkeypatch.setattr(VirtualGossipTrainer, "observe", watch)
+    monkeypatch.setattr(VirtualModel, "observe", watch)
     return seen
 
 

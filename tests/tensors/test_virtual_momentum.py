@@ -18,9 +18,10 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.records.lines import RecordLine
-from polytempo.simulate import virtual_momentum
+from polytempo.simulate import replicas
 from polytempo.simulate.cluster import Arrival, Cluster, Crash
 from polytempo.simulate.datasets import digits
+from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.sync.momentum import MomentumForm
 
@@ -70,7 +71,7 @@ def test_without_the_look_ahead_sgd_is_torchs_own() -> None:
 
 
 def test_the_form_of_all_rules_is_nesterov_for_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_momentum, "form_of", lambda *_: MomentumForm.CHANGE)
+    monkeypatch.setattr(replicas, "form_of", lambda *_: MomentumForm.CHANGE)
     ours = alone(partial(torch.optim.SGD, lr=0.05, momentum=0.9), "asp,momentum=lookahead")
     theirs = alone(partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True), "bsp")
     assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) < 1e-12
@@ -330,18 +331,17 @@ def test_delay_by_hand(
 
 
 def test_pushes_are_kept_only_while_a_step_can_lack_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[virtual_momentum.VirtualMomentum] = []
     most = [0]
-    add = virtual_momentum.VirtualMomentum.add_own
+    add, observe = replicas.OwnMomentum.add_own, VirtualModel.observe
+    kept: list[VirtualModel] = []
 
-    def look(self: virtual_momentum.VirtualMomentum, worker: int, read: int) -> bool:
-        kept[:] = [self]
-        found = add(self, worker, read)
-        most[0] = max(most[0], len(self._states[worker].pushes))
-        return found
+    def look(self: replicas.OwnMomentum, read: int) -> None:
+        add(self, read)
+        most[0] = max(most[0], len(self.pushes))
 
-    monkeypatch.setattr(virtual_momentum.VirtualMomentum, "add_own", look)
+    monkeypatch.setattr(replicas.OwnMomentum, "add_own", look)
+    monkeypatch.setattr(VirtualModel, "observe", lambda self, now: (kept.append(self), observe(self, now)))
     run, _ = train("delay:3,drop=5", SGD, *SPEEDS, latency=1.77, steps_each=40)
     assert run.outcome.discarded > 3
     assert most[0] == 3
-    assert not kept[0]._states  # all have left
+    assert not kept[0].momenta  # all have left

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Stall
 from polytempo.simulate.datasets import Shards, TensorPair, digits
 from polytempo.simulate.dealing import MicroBatch
-from polytempo.simulate.dealt_trainer import VirtualDealtTrainer
 from polytempo.simulate.durations import Lognormal, Trace
 from polytempo.simulate.run import simulate_job
+from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.sync.actions import Apply
 from polytempo.sync.spec import parse_spec
@@ -53,7 +53,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Watched(VirtualDealtTrainer):
+class Watched(VirtualModel):
     """Remembers what each update was made of."""
 
     def __init__(self, model: nn.Module, train: TensorPair, shards: Shards, sync: str) -> None:

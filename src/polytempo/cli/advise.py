@@ -33,10 +33,9 @@ from polytempo.cli.simulate import (
 from polytempo.errors import UsageError, counted
 from polytempo.launcher.program import command_again
 from polytempo.records.files import read_meta
-from polytempo.report.advice import advice_table, run_options
+from polytempo.report.advice import advice_table, run_options, situation_of
+from polytempo.report.advice import advise as choose
 from polytempo.report.straggler_costs import DEALT
-from polytempo.simulate.advice import advise as choose
-from polytempo.simulate.advice import situation_of
 from polytempo.simulate.description import Experiment
 from polytempo.sync.spec import parse_spec
 

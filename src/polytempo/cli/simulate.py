@@ -33,17 +33,26 @@ from polytempo.cli.options import (
 )
 from polytempo.errors import ClusterError, UsageError, counted
 from polytempo.records.files import RecordWriter, check_no_record, read_events, read_meta, refused_modes
-from polytempo.report.advice import CAVEAT, Assumption, assumption_lines, assumptions_of, use_line
+from polytempo.report.advice import (
+    CAVEAT,
+    Advice,
+    Assumption,
+    advise,
+    assumption_lines,
+    assumptions_of,
+    default_modes,
+    use_line,
+)
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
+from polytempo.report.recorded_cluster import cluster_from_record
+from polytempo.report.scaling import scaling as measure_scaling
 from polytempo.report.shortfall import short_of_bsp
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
-from polytempo.simulate.advice import Advice, advise, default_modes
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
-from polytempo.simulate.description import Experiment, cluster_from_record, experiment_from
+from polytempo.simulate.description import Experiment, experiment_from
 from polytempo.simulate.durations import Constant, Lognormal
 from polytempo.simulate.outcome import Budget, Outcome, meta_of
 from polytempo.simulate.run import mean_step_time, resolve_via, simulate_job
-from polytempo.simulate.run import scaling as measure_scaling
 from polytempo.sync.spec import parse_spec
 from polytempo.units import (
     parse_factors,

@@ -35,6 +35,22 @@ def _weights(counts: Sequence[float] | None, size: int, device: torch.device) ->
     return weights / weights.sum()
 
 
+def with_merged_buffers(model: torch.nn.Module, every: Sequence[Sequence[torch.Tensor]]) -> torch.nn.Module:
+    """Give a model the buffers that several workers have collected, as one: running means and variances are merged as those
+    of one population, other buffers are averaged. Without any it keeps its own."""
+    names = [name for name, _ in model.named_buffers()]
+    of = dict(zip(names, zip(*every, strict=True), strict=True)) if every else {}
+    for name, buffer in model.named_buffers() if of else ():
+        layer, _, kind = name.rpartition("running_")
+        mean, variance = f"{layer}running_mean", f"{layer}running_var"
+        if kind in ("mean", "var") and mean in of and variance in of:
+            value = merged(of[mean], of[variance])[kind == "var"]
+        else:
+            value = torch.stack([one.to(torch.float64) for one in of[name]]).mean(0)
+        buffer.copy_(value.to(buffer.dtype))
+    return model
+
+
 def norm_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that keep a running mean and variance (batch norm, and whatever is built like it)."""
     return [module for module in model.modules() if _tracks(module)]

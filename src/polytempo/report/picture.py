@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.errors import UsageError
+from polytempo.report.scaling import Series
 from polytempo.report.table import Trained, mode_name
 from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.run import Series
 from polytempo.units import plain_number
 
 #: Okabe and Ito's colours, which colour-blind readers can distinguish, but for yellow, which is hard to see on white. Grey

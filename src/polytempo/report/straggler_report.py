@@ -13,10 +13,10 @@ from polytempo.records.paces import LEAST_STEPS, JobPaces, paces_of
 from polytempo.records.step_cost import WARM_UP
 from polytempo.records.step_figures import StepFigures
 from polytempo.records.stragglers import Doubt, Straggler, Unsure, doubts_in, stragglers_in
+from polytempo.report.advice import WORTH, WORTH_SECONDS, caution_of, choose
 from polytempo.report.straggler_costs import CostOfStraggler, PredictedMode, costs_of
 from polytempo.report.summary import percentages
 from polytempo.report.table import TextTable
-from polytempo.simulate.advice import WORTH, WORTH_SECONDS, caution_of, choose
 from polytempo.sync.capabilities import Caution, PushedWork
 from polytempo.sync.spec import parse_spec
 from polytempo.units import plain_number

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from polytempo.report.live import LiveRun, RepeatedRun
+from polytempo.report.scaling import Series
 from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.run import Series
 from polytempo.units import plain_number
 
 

@@ -56,12 +56,7 @@ def hierarchical(p: int, n: float, inside: Costs, between: Costs, size: int) -> 
     return cost + ring(hosts, n, between)
 
 
-FLAT: dict[str, Callable[[int, float, Costs], float]] = {
-    "ring": ring,
-    "halving-doubling": halving_doubling,
-    "tree": tree,
-}
-
+FLAT: dict[str, Callable[[int, float, Costs], float]] = {"ring": ring, "halving-doubling": halving_doubling, "tree": tree}
 ALGORITHMS = (*FLAT, "hierarchical")
 
 
@@ -72,7 +67,8 @@ def all_reduce_seconds(algorithm: str, cluster: Cluster, workers: int) -> float:
     bytes_, link = cluster.model_bytes, _slowest_link(cluster)
     if algorithm in FLAT:
         seconds = FLAT[algorithm](workers, bytes_, link)
-        return seconds if not cluster.link.shared else max(seconds, _on_one_medium(workers, bytes_, link))
+        # On a shared medium nothing is sent side by side: all ranks' bytes one after another.
+        return max(seconds, 2 * (workers - 1) * bytes_ * link.beta) if cluster.link.shared else seconds
     if algorithm != "hierarchical":
         known = ", ".join(ALGORITHMS)
         raise ClusterError(f"unknown all-reduce {algorithm!r}; known: {known}{nearest(algorithm, ALGORITHMS)}")
@@ -96,8 +92,3 @@ def _slowest_link(cluster: Cluster) -> Costs:
 
 def _beta(bandwidth: float | None) -> float:
     return 1 / bandwidth if bandwidth else 0.0
-
-
-def _on_one_medium(p: int, n: float, c: Costs) -> float:
-    """On a shared medium nothing is sent side by side: all ranks' bytes one after another."""
-    return 2 * (p - 1) * n * c.beta

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError, WrongType, nearest
+from polytempo.simulate.dealing import EpochRange
 
 #: Inputs and targets.
 TensorPair = tuple[torch.Tensor, torch.Tensor]
@@ -137,16 +138,11 @@ def _perceptron(widths: list[int], seed: int) -> nn.Module:
 
 
 def _clothes(folder: Path) -> tuple[TensorPair, TensorPair]:
-    train = _idx_images(folder, "train-images-idx3-ubyte"), _idx_labels(folder, "train-labels-idx1-ubyte")
-    return train, (_idx_images(folder, "t10k-images-idx3-ubyte"), _idx_labels(folder, "t10k-labels-idx1-ubyte"))
-
-
-def _idx_images(folder: Path, name: str) -> torch.Tensor:
-    return (torch.tensor(_idx(folder, name), dtype=torch.float32).flatten(1) / 255 - 0.286) / 0.353  # mean 0, deviation 1
-
-
-def _idx_labels(folder: Path, name: str) -> torch.Tensor:
-    return torch.tensor(_idx(folder, name), dtype=torch.int64)
+    """Training and test data; pixels have mean 0 and deviation 1."""
+    images = [torch.tensor(_idx(folder, f"{name}-images-idx3-ubyte"), dtype=torch.float32) for name in ("train", "t10k")]
+    labels = [torch.tensor(_idx(folder, f"{name}-labels-idx1-ubyte"), dtype=torch.int64) for name in ("train", "t10k")]
+    train, test = ((one.flatten(1) / 255 - 0.286) / 0.353 for one in images)
+    return (train, labels[0]), (test, labels[1])
 
 
 def _idx(folder: Path, name: str) -> np.ndarray:
@@ -197,6 +193,10 @@ class Shards:
         epoch, place = divmod(step, steps)
         mine = self.order(epoch)[worker :: self.workers]
         return mine[place * batch : (place + 1) * batch]
+
+    def at(self, places: Sequence[EpochRange]) -> torch.Tensor:
+        """The indices of samples that were dealt out."""
+        return torch.cat([self.order(epoch)[start:stop] for epoch, start, stop in places])
 
     def order(self, epoch: int) -> torch.Tensor:
         """The indices of all samples in the order of an epoch."""

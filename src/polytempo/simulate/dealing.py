@@ -26,35 +26,42 @@ class MicroBatch(NamedTuple):
     late: bool = False  #: finished after the deadline of the round it was begun in, and counted in a later one
 
 
-class EpochDealer:
-    """Deals out the samples of a training set, epoch after epoch."""
+class DealtSamples:
+    """The samples of a job, epoch after epoch. Without data only numbers of samples are dealt.
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    Args:
+        length: The number of training samples; 0 or None: no data.
+    """
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length or 0
         self._queues: dict[int, SampleQueue] = {}
         self._next = 0  # the epoch that is opened next
 
-    def left(self) -> int:
-        """How many places can be taken at once."""
-        return self._first()[1].left
+    def left(self, wanted: int) -> int:
+        """How many of the wanted samples can be taken at once."""
+        return min(wanted, self._first()[1].left) if self._length else wanted
 
-    def take(self, worker: int, count: int) -> tuple[EpochRange, ...]:
-        """Lease places to a worker: this number, or as many as the epoch has left."""
+    def take(self, worker: int, count: int, version: int = 0) -> MicroBatch:
+        """A micro-batch of this number of samples, or of as many as the epoch has left."""
+        if not self._length:
+            return MicroBatch(count, (), version)
         epoch, queue = self._first()
-        return tuple((epoch, start, stop) for start, stop in queue.take(worker, count))
+        places = tuple((epoch, start, stop) for start, stop in queue.take(worker, count))
+        return MicroBatch(sum(stop - start for _, start, stop in places), places, version)
 
-    def finish(self, worker: int, places: Iterable[EpochRange]) -> None:
+    def give_back(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
+        """These are not used: their places are dealt out again."""
+        for epoch, start, stop in (place for batch in made_of for place in batch.places):
+            self._queues[epoch].give_back(worker, [(start, stop)])
+
+    def finish(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
         """An update was made of these."""
-        for epoch, start, stop in places:
+        for epoch, start, stop in (place for batch in made_of for place in batch.places):
             queue = self._queues[epoch]
             queue.finish(worker, [(start, stop)])
             if queue.is_done:
                 del self._queues[epoch]
-
-    def give_back(self, worker: int, places: Iterable[EpochRange]) -> None:
-        """They are dealt out again."""
-        for epoch, start, stop in places:
-            self._queues[epoch].give_back(worker, [(start, stop)])
 
     def _first(self) -> tuple[int, SampleQueue]:
         for epoch, queue in self._queues.items():
@@ -63,37 +70,3 @@ class EpochDealer:
         queue = self._queues[self._next] = SampleQueue(self._length)
         self._next += 1
         return self._next - 1, queue
-
-
-class DealtSamples:
-    """The samples of a job. Without data only numbers of samples are dealt.
-
-    Args:
-        length: The number of training samples; 0 or None: no data.
-    """
-
-    def __init__(self, length: int | None) -> None:
-        self._dealer = EpochDealer(length) if length else None
-
-    def left(self, wanted: int) -> int:
-        """How many of the wanted samples can be taken at once."""
-        return wanted if self._dealer is None else min(wanted, self._dealer.left())
-
-    def take(self, worker: int, count: int, version: int = 0) -> MicroBatch:
-        """A micro-batch of this number of samples, or of as many as the epoch has left."""
-        if self._dealer is None:
-            return MicroBatch(count, (), version)
-        places = self._dealer.take(worker, count)
-        return MicroBatch(sum(stop - start for _, start, stop in places), places, version)
-
-    def give_back(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
-        """These are not used."""
-        if self._dealer is not None:
-            for batch in made_of:
-                self._dealer.give_back(worker, batch.places)
-
-    def finish(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
-        """An update was made of these."""
-        if self._dealer is not None:
-            for batch in made_of:
-                self._dealer.finish(worker, batch.places)

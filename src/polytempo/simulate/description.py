@@ -1,40 +1,22 @@
-"""Clusters and experiments from data: a description, a recorded run, or a seed.
+"""Clusters and experiments from a description.
 
-A description is plain data (a YAML or JSON file, already loaded), checked key by key: a mistake is one line that says where
-it is, what was expected and what was given; a misspelt key names the nearest one. (Checked by hand, because the simulator
-imports no third-party package.)
-
-A recorded run as a cluster answers what another mode would have done with the same machines: a worker's step takes as long
-as it took of its worker's own time (in records without these figures from its release to the arrival of its push); steps
-beyond the recorded ones repeat them. An exchange takes what it took on average, as a latency to and from the servers. The
-fixed time of a step is fitted where the steps of the record differ in their samples (`records/step_cost.py`), and
-`fixed_times` is empty where they do not. Where samples were dealt out by speed, steps are those of an even share of the
-joint batch, at each worker's own pace.
+It is plain data (a YAML or JSON file, already loaded), checked key by key: a mistake is one line that says where it is, what
+was expected and what was given; a misspelt key names the nearest one. (Checked by hand, because the simulator imports no
+third-party package.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from random import Random
-from statistics import fmean, median
 from typing import Any
 
-from polytempo.errors import ClusterError, RecordError, nearest
-from polytempo.records.lines import MAIN, RecordLine, of_optimizer
-from polytempo.records.paces import LEAST_STEPS
-from polytempo.records.step_cost import WARM_UP, StepCost, step_costs
-from polytempo.records.step_figures import StepFigures, figures_of
-from polytempo.simulate import durations
+from polytempo.errors import ClusterError, nearest
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
-from polytempo.simulate.durations import Duration, Exponential, Lognormal, Trace
+from polytempo.simulate.durations import Constant, Duration, Exponential, Lognormal, Trace, Uniform
 from polytempo.units import parse_rate, parse_seconds, parse_size
 
 FieldReader = Callable[[Any, str], Any]
-
-#: The shortest step of a recorded cluster, in seconds: a trace has no step of 0.
-SHORTEST = 1e-9
 
 
 @dataclass(frozen=True)
@@ -76,12 +58,12 @@ def cluster_from(data: Any, where: str = "cluster") -> Cluster:
         raise ClusterError(f"{where}: {error}") from None
 
 
-def duration_from(data: Any, where: str) -> durations.Duration:
+def duration_from(data: Any, where: str) -> Duration:
     """A step time: seconds, a list of them (a trace), or a mapping with a `kind`."""
     if isinstance(data, list):
-        return durations.Trace(tuple(_seconds(value, where) for value in data))
+        return Trace(tuple(_seconds(value, where) for value in data))
     if not isinstance(data, Mapping):
-        return durations.Constant(_seconds(data, where))
+        return Constant(_seconds(data, where))
     kind = data.get("kind")
     if kind not in _DURATIONS:
         raise ClusterError(f"{where}: unknown kind {kind!r}; known: {', '.join(_DURATIONS)}{nearest(str(kind), _DURATIONS)}")
@@ -96,40 +78,24 @@ def duration_from(data: Any, where: str) -> durations.Duration:
 # Readers: each takes a value and its place in the description.
 
 
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ClusterError(f"{where}: expected a number, got {value!r}")
-    return float(value)
+def _plain(words: str, kind: type, *also: type) -> FieldReader:
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, (kind, *also)) or (isinstance(value, bool) and kind is not bool):
+            raise ClusterError(f"{where}: expected {words}, got {value!r}")
+        return kind(value)
+
+    return read
 
 
-def _whole(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ClusterError(f"{where}: expected a whole number, got {value!r}")
-    return value
+_number, _whole = _plain("a number", float, int), _plain("a whole number", int)
+_flag, _text = _plain("true or false", bool), _plain("a word", str)
 
 
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise ClusterError(f"{where}: expected true or false, got {value!r}")
-    return value
+def _with_unit(parse: Callable[[Any, str], float], what: str) -> FieldReader:
+    return lambda value, where: parse(value, f"{where} as a {what}")
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ClusterError(f"{where}: expected a word, got {value!r}")
-    return value
-
-
-def _seconds(value: Any, where: str) -> float:
-    return parse_seconds(value, f"{where} as a time")
-
-
-def _size(value: Any, where: str) -> float:
-    return parse_size(value, f"{where} as a size")
-
-
-def _rate(value: Any, where: str) -> float:
-    return parse_rate(value, f"{where} as a rate")
+_seconds, _size, _rate = _with_unit(parse_seconds, "time"), _with_unit(parse_size, "size"), _with_unit(parse_rate, "rate")
 
 
 def _optional(read: FieldReader) -> FieldReader:
@@ -184,12 +150,12 @@ def _keys(data: Any, where: str, readers: Mapping[str, FieldReader]) -> dict[str
     return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
 
 
-_DURATIONS: dict[str, tuple[Callable[..., durations.Duration], Mapping[str, FieldReader]]] = {
-    "constant": (durations.Constant, {"seconds": _seconds}),
-    "lognormal": (durations.Lognormal, {"mean": _seconds, "spread": _number}),
-    "uniform": (durations.Uniform, {"low": _seconds, "high": _seconds}),
-    "exponential": (durations.Exponential, {"mean": _seconds, "base": _seconds}),
-    "trace": (durations.Trace, {"seconds": _list(_seconds)}),
+_DURATIONS: dict[str, tuple[Callable[..., Duration], Mapping[str, FieldReader]]] = {
+    "constant": (Constant, {"seconds": _seconds}),
+    "lognormal": (Lognormal, {"mean": _seconds, "spread": _number}),
+    "uniform": (Uniform, {"low": _seconds, "high": _seconds}),
+    "exponential": (Exponential, {"mean": _seconds, "base": _seconds}),
+    "trace": (Trace, {"seconds": _list(_seconds)}),
 }
 
 _LINK = _record(Link, {"latency": _seconds, "bandwidth": _optional(_rate), "shared": _flag})
@@ -225,90 +191,3 @@ _EXPERIMENT: dict[str, FieldReader] = {
     "train": _mapping({"task": _text, "lr": _number, "target": _number, "evaluate_every": _seconds}),
     "seed": _whole,
 }
-
-
-def cluster_from_record(lines: Iterable[RecordLine], workers: int) -> Cluster:
-    """The cluster of a recorded run, as far as the record shows it."""
-    pushes: dict[int, list[StepFigures]] = {}
-    dealt, expected = False, []  # samples of the joint batch, where updates say so
-    kept = list(lines)
-    for line in of_optimizer(kept, MAIN):
-        if line["kind"] == "release":
-            dealt = dealt or "weights" in line or "deadline" in line
-        elif line["kind"] == "apply" and "divisor" in line:
-            expected.append(line["divisor"])
-    figures = figures_of(kept)
-    for one in figures:
-        pushes.setdefault(one.worker, []).append(one)
-    # The first steps allocate, compile and connect, once; the trace would repeat them.
-    pushes = {worker: of[WARM_UP:] if len(of) >= WARM_UP + LEAST_STEPS else of for worker, of in pushes.items()}
-    costs, batches = step_costs(figures, dealt), _batches(pushes, workers, dealt, expected)
-    times = {
-        worker: times
-        for worker, of in pushes.items()
-        if (times := _step_times(of, batches[worker], costs.get(worker), dealt))
-    }
-    missing = [worker for worker in range(workers) if worker not in times]
-    if missing:
-        raise RecordError(f"the record has no step of workers {missing[:8]}; expected a run in which every worker took some")
-    exchanges = {worker: fmean(one.exchanged for one in of) for worker, of in pushes.items()}
-    return Cluster(
-        workers=workers,
-        step_times={worker: Trace(tuple(of)) for worker, of in times.items()},
-        batches=batches,
-        fixed_times={worker: cost.fixed for worker, cost in costs.items()},
-        links={worker: Link(latency=seconds / 2) for worker, seconds in exchanges.items() if seconds},
-    )
-
-
-def _batches(pushes: Mapping[int, list[StepFigures]], workers: int, dealt: bool, expected: list[float]) -> dict[int, int]:
-    """The samples of each worker's step; where they were dealt out by speed, an even share of the joint batch."""
-    if not dealt:
-        return {worker: max(1, round(fmean(one.samples / max(one.steps, 1) for one in of))) for worker, of in pushes.items()}
-    joint: dict[int, float] = {}
-    for one in (one for of in pushes.values() for one in of):
-        joint[one.step] = joint.get(one.step, 0.0) + one.samples
-    return dict.fromkeys(pushes, max(1, round(median(expected or joint.values()) / workers)) if joint else 1)
-
-
-def _step_times(pushes: list[StepFigures], batch: int, cost: StepCost | None, dealt: bool) -> list[float]:
-    """Seconds of a worker's steps, each as of a whole batch where the samples of steps differ. Rounds in which it was stuck
-    make its next step longer."""
-    found: list[float] = []
-    stuck = 0.0
-    for one in pushes:
-        if dealt and not one.samples:
-            stuck += one.elapsed
-            continue
-        count = max(
-            one.steps, 1
-        )  # micro-batches of one step; or local steps in a block, which are taken to be of one length
-        own, size = one.computed or one.elapsed, one.samples / count
-        if dealt and one.elapsed:
-            own = min(own, one.elapsed)  # one that was finished late began before
-        scale = cost.seconds(batch) / cost.seconds(size) if cost and size else batch / size if dealt else 1.0
-        found += [max(own / count * scale + stuck, SHORTEST)] * (1 if dealt else count)
-        stuck = 0.0
-    return found
-
-
-def random_cluster(seed: int) -> Cluster:
-    """A random cluster for tests of modes, by seed: 1 to 9 workers, a join, a leave, a crash, a stall, any link."""
-    random = Random(seed)
-    workers = random.randint(1, 9)
-    some = partial(random.randrange, workers)
-    crashed = some()
-    step_time: Duration = Lognormal(1.0, random.random()) if random.random() < 0.5 else Exponential(1.0)
-    return Cluster(
-        workers=workers,
-        step_time=step_time,
-        slow={some(): random.uniform(1, 5)},
-        hiccup=Hiccup(random.random() / 10, 5.0),
-        stalls=(Stall(some(), random.uniform(0, 30), random.uniform(0, 20)),),
-        joins=(Arrival(workers, random.uniform(0, 40)), Arrival(crashed, random.uniform(30, 60))),
-        leaves=(Departure(some(), random.uniform(0, 60)),),
-        crashes=(Crash(crashed, random.uniform(0, 30), random.uniform(0, 5)),),
-        link=random.choice([Link(), Link(random.random(), 10 ** random.uniform(0, 2)), Link(0.0, 5.0, shared=True)]),
-        servers=Servers(random.randint(1, 3)),
-        model_bytes=1.0,
-    )

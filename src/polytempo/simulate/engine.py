@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import StuckError
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
@@ -27,7 +27,6 @@ from polytempo.simulate.durations import stretched
 from polytempo.simulate.freight import FragmentClock, Freight, Performs, freight_of
 from polytempo.simulate.links import Route
 from polytempo.simulate.outcome import Budget, BudgetUse
-from polytempo.simulate.trainer import Trainer
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.corrections import NOTHING
@@ -50,6 +49,9 @@ from polytempo.sync.machine import (
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec
 
+if TYPE_CHECKING:
+    from polytempo.simulate.virtual_model import VirtualModel
+
 #: Something that happens to a worker: the moment, the worker, what it is told, and the version that comes with it.
 Happens = Callable[[float, Worker, Any, int], None]
 HeapEntry = tuple[float, int, Happens, Worker, int, Any, int]
@@ -61,6 +63,18 @@ ANY_LIFE, NOW = -1, -2
 PROGRESS_EVERY = (8192, 64)
 
 
+class NoModel:
+    """A run without training: what is asked of a model does nothing."""
+
+    length = 0
+
+    def keep(self, *_: object) -> None:
+        """Nothing."""
+
+    drop = begin = end = snapshot = step = add_step = send = send_model = fetch = install = keep
+    mix = forget = average = apply = lose = observe = close = keep
+
+
 class Engine:
     """One run of one mode on one cluster."""
 
@@ -70,7 +84,7 @@ class Engine:
         spec: Spec,
         route: Route | None,
         budget: Budget,
-        trainer: Trainer | None = None,
+        trainer: VirtualModel | None = None,
         seed: int = 0,
         record: Callable[[RecordLine], None] | None = None,
         observe_every: float | None = None,
@@ -80,7 +94,7 @@ class Engine:
         self.now = 0.0
         self.cluster, self.spec, self.route = cluster, spec, route
         self.workers = [Worker(cluster, rank, seed) for rank in cluster.ranks()]
-        self.trainer = trainer or Trainer()
+        self.trainer = NoModel() if trainer is None else trainer
         self.updates = 0
         self.max_lead = 0
         self._trains, self._record, self._progress = trainer is not None, record, progress
@@ -209,7 +223,7 @@ class Engine:
         """Perform the orders of a worker's machine."""
         for order in orders:
             self._performs[type(order)](order, worker, now)
-        if not worker.busy:
+        if not worker.busy and not worker.machine.computes:  # else the order to compute is still to come
             self._forget_weights(worker)  # it will not compute on them again
             if self._overlaps and worker.alive and not worker.leaving and worker.held_since == NOT_HELD:
                 worker.held_since = now

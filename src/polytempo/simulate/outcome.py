@@ -118,7 +118,22 @@ def sum_up(
     workers: list[Worker], sync: str, via: str, seconds: float, updates: int, max_lead: int, model_bytes: float
 ) -> Outcome:
     """Sum up a run that ended at `seconds`; each message had `model_bytes`."""
-    parts = tuple(_part(worker, model_bytes) for worker in workers)
+    parts = tuple(
+        WorkerOutcome(
+            worker=worker.rank,
+            steps=worker.steps,
+            samples=worker.steps * worker.batch if worker.samples is None else worker.samples,
+            discarded=worker.discarded,
+            computing_s=worker.computing,
+            waiting_s=worker.waiting,
+            communicating_s=worker.communicating,
+            present_s=worker.present,
+            bytes_sent=worker.messages * model_bytes,
+            staleness_mean=worker.staleness_sum / max(worker.steps, 1),
+            staleness_max=worker.staleness_max,
+        )
+        for worker in workers
+    )
     present = in_order(part.present_s for part in parts) or 1.0
     steps = sum(part.steps for part in parts)
     samples = sum(part.samples for part in parts)
@@ -139,22 +154,6 @@ def sum_up(
         staleness_max=max(part.staleness_max for part in parts),
         max_lead=max_lead,
         workers=parts,
-    )
-
-
-def _part(worker: Worker, model_bytes: float) -> WorkerOutcome:
-    return WorkerOutcome(
-        worker=worker.rank,
-        steps=worker.steps,
-        samples=worker.steps * worker.batch if worker.samples is None else worker.samples,
-        discarded=worker.discarded,
-        computing_s=worker.computing,
-        waiting_s=worker.waiting,
-        communicating_s=worker.communicating,
-        present_s=worker.present,
-        bytes_sent=worker.messages * model_bytes,
-        staleness_mean=worker.staleness_sum / max(worker.steps, 1),
-        staleness_max=worker.staleness_max,
     )
 
 

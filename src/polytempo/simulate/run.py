@@ -1,27 +1,25 @@
-"""A simulation by one call: a cluster, a mode and a budget in, an outcome out; and how throughput grows with workers.
-
-`scaling` runs a job with n = 1, 2, 3, ... workers, over servers and over rings.
-"""
+"""A simulation by one call: a cluster, a mode and a budget in, an outcome out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from polytempo.errors import SpecError, UsageError, nearest
+from polytempo.errors import UsageError, nearest
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
 from polytempo.simulate.engine import Engine
 from polytempo.simulate.links import make_route
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
-from polytempo.simulate.trainer import Trainer
 from polytempo.summation import in_order
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec, parse_spec
+
+if TYPE_CHECKING:
+    from polytempo.simulate.virtual_model import VirtualModel
 
 #: How gradients may travel in a simulation.
 VIAS = ("auto", "ps", "allreduce", *ALGORITHMS, "peers")
@@ -34,7 +32,7 @@ def simulate_job(
     via: str = "auto",
     seed: int = 0,
     record: Callable[[RecordLine], None] | None = None,
-    trainer: Trainer | None = None,
+    trainer: VirtualModel | None = None,
     observe_every: float | None = None,
     progress: Callable[[float], None] | None = None,
     figures: bool = False,
@@ -107,67 +105,3 @@ def mean_step_time(cluster: Cluster, rank: int = -1) -> float:
     """Seconds of a rank's step without its slow-down, on average; without a rank, of a worker without times of its own."""
     draws = cluster.duration(rank).draw(Random(0), 0, 64)
     return in_order(draws) / len(draws)
-
-
-def _fits(spec: Spec, workers: int) -> bool:
-    """Does the mode take a job of this size?"""
-    try:
-        spec.policy(workers)
-    except SpecError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class Point:
-    """One size of job."""
-
-    workers: int
-    samples_per_second: float
-    efficiency: float
-
-
-@dataclass(frozen=True)
-class Series:
-    """All sizes over one way of moving bytes."""
-
-    name: str
-    points: tuple[Point, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
-def scaling(
-    cluster: Cluster,
-    sync: str = "bsp",
-    *,
-    most: int = 64,
-    shards: Sequence[int] = (1, 2, 4, 8),
-    rings: Sequence[str] = ("ring",),
-    steps_each: int = 10,
-    seed: int = 0,
-    progress: Callable[[float], None] | None = None,
-) -> list[Series]:
-    """Simulate jobs of 1 to `most` workers on machines like this cluster's: servers with these shards, and these rings.
-
-    Only what concerns every worker is kept of the cluster: step time, batch, link, hosts, model; not single slow ranks.
-    Sizes that the mode refuses (a torus of 7) are left out.
-    """
-    even = replace(
-        cluster, slow={}, step_times={}, batches={}, links={}, stalls=(), joins=(), leaves=(), crashes=(), workers=1
-    )
-    ways = [(f"{count} shard{'s' * (count > 1)}", "ps", count) for count in shards]
-    ways += [(name, name, 1) for name in rings]
-    series = []
-    for number, (name, via, count) in enumerate(ways):
-        points = []
-        for workers in filter(partial(_fits, parse_spec(sync)), range(1, most + 1)):
-            job = replace(even, workers=workers, servers=replace(even.servers, shards=count))
-            run = simulate_job(job, sync, via=via, steps_each=steps_each, seed=seed)
-            points.append(Point(workers, run.samples_per_second, run.efficiency))
-            if progress:
-                progress((number + workers / most) / len(ways))
-        series.append(Series(name, tuple(points)))
-    return series

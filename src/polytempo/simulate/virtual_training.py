@@ -1,10 +1,6 @@
 """Training in virtual time: a model, data and a loss, a mode and a cluster in; accuracy against simulated seconds out.
 
-The engine computes which worker does what when; a trainer computes beside it what happens to the models. Workers that push
-gradients have a `VirtualTrainer` (`gradient_trainer.py`), those to which samples are dealt out by speed a
-`VirtualDealtTrainer` (`dealt_trainer.py`), those of downpour a `VirtualLocalTrainer` (`local_trainer.py`), those that
-average their models a `VirtualBlockTrainer` (`block_trainer.py`), and those that mix them with neighbours a
-`VirtualGossipTrainer` (`gossip_trainer.py`).
+The engine computes which worker does what when; a `VirtualModel` computes beside it what happens to the models.
 """
 
 from __future__ import annotations
@@ -18,15 +14,12 @@ from torch import nn
 
 from polytempo.optim.worker_momentum import known_name
 from polytempo.records.lines import RecordLine
-from polytempo.simulate.block_trainer import VirtualBlockTrainer
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.datasets import Shards, TensorPair, as_tensors
-from polytempo.simulate.dealt_trainer import VirtualDealtTrainer
-from polytempo.simulate.gossip_trainer import VirtualGossipTrainer
-from polytempo.simulate.gradient_trainer import LossFn, OptimizerFactory, VirtualTrainer
-from polytempo.simulate.local_trainer import VirtualLocalTrainer
+from polytempo.simulate.datasets import Shards, as_tensors
 from polytempo.simulate.outcome import Outcome
+from polytempo.simulate.replicas import LossFn, OptimizerFactory, trainable
 from polytempo.simulate.run import simulate_job
+from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.sync.spec import Spec, parse_spec
 
 MetricFn = Callable[[torch.Tensor, torch.Tensor], float]
@@ -113,50 +106,34 @@ def train_virtually(
     batches = [cluster.batches.get(rank, cluster.batch) for rank in ranks]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        trainer = trainer_of(spec)(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer, spec)
+        beside = VirtualModel(model, train, Shards(len(train[0]), len(ranks), batches, seed), loss, optimizer, spec)
         curve: dict[float, float] = {}  # of several evaluations at one time the last counts
-        trainer.observers.append(lambda now: curve.update({now: _evaluate(trainer, test, metric)}))
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]
+        def evaluate(now: float) -> None:
+            curve[now] = metric(beside.evaluable()(test[0]), test[1])
+
+        beside.observers.append(evaluate)
         outcome = simulate_job(
             cluster,
             spec.text,
             via=via,
             seed=seed,
             record=record,
-            trainer=trainer,
+            trainer=beside,
             observe_every=evaluate_every,
             progress=progress,
             **budget,
         )
-    return TrainingRun(outcome, tuple(curve.items()), trainer.evaluable(), trainer.spread.mean)
+    return TrainingRun(outcome, tuple(curve.items()), beside.evaluable(), beside.spread.mean)
 
 
 def settled_spec(sync: str, model: nn.Module, optimizer: OptimizerFactory, workers: int) -> Spec:
     """A mode with what it leaves to the optimizer written out, as a live job of this number of workers has it."""
-    made = optimizer([p for p in model.parameters() if p.requires_grad])
+    made = optimizer(trainable(model))
     return parse_spec(sync).settled(known_name(made), made.param_groups, workers=workers)
-
-
-VirtualTrainers = VirtualTrainer | VirtualBlockTrainer | VirtualGossipTrainer
-
-
-def trainer_of(spec: Spec) -> type[VirtualTrainer] | type[VirtualBlockTrainer] | type[VirtualGossipTrainer]:
-    """The trainer that a mode needs."""
-    if spec.gossip is not None:
-        return VirtualGossipTrainer
-    if spec.averaging is not None:
-        return VirtualBlockTrainer
-    if spec.capabilities.by_speed:
-        return VirtualDealtTrainer
-    return VirtualTrainer if spec.local is None else VirtualLocalTrainer
 
 
 def model_bytes(model: nn.Module) -> float:
     """The bytes of a model that are sent: its trainable parameters."""
-    return float(sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad))
-
-
-def _evaluate(trainer: VirtualTrainers, test: TensorPair, metric: MetricFn) -> float:
-    with torch.no_grad():
-        value = metric(trainer.evaluable()(test[0]), test[1])
-    trainer.master.train()
-    return value
+    return float(sum(p.numel() * p.element_size() for p in trainable(model)))

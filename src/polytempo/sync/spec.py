@@ -60,7 +60,7 @@ MODES: dict[str, Mode] = {
     )
 }
 
-#: The modes that advice compares, those first that change least about how a model learns (`simulate/advice.py`).
+#: The modes that advice compares, those first that change least about how a model learns (`report/advice.py`).
 _COMPARED = (
     "bsp",
     "bsp+balance",
