@@ -29,7 +29,7 @@ def test_what_was_not_used_by_one_is_that_of_the_others() -> None:
 
 
 def test_sparse_gradients_are_added_up() -> None:
-    rows = [torch.sparse_coo_tensor([[row]], [[1.0, 2.0]], (3, 2)) for row in (0, 2)]
+    rows = [torch.sparse_coo_tensor([[row]], [[1.0, 2.0]], (3, 2), check_invariants=True) for row in (0, 2)]
     (total,) = weighted_sum(([one], 0.5) for one in rows)
     assert total.to_dense().tolist() == [[0.5, 1.0], [0.0, 0.0], [0.5, 1.0]]
 
