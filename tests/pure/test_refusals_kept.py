@@ -36,6 +36,10 @@ REWORDED = {
     "{} from a barrier (wait=)": "stages could leave out different replicas from a barrier (wait=)",
     "{} from a merge (quorum=)": "stages could leave out different replicas from a merge (quorum=)",
     "{} from a round": "stages could leave out different replicas from a round",
+    **dict.fromkeys(
+        [f"{{}}: expected {what}, got {{}}" for what in ("a number", "a whole number", "a word", "true or false")],
+        "{}: expected {}, got {}",
+    ),
 }
 
 #: Functions and tables with such a name make texts of refusals, though they may raise nothing themselves.

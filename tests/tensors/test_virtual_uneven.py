@@ -156,3 +156,12 @@ def test_a_round_without_samples_changes_nothing() -> None:
     trainer, start, train = trained("anytime:auto", stuck, rounds=20)
     assert any(not batches for batches, _ in trainer.rounds)
     assert furthest(trainer.master, plain_loop(start, train, trainer.rounds)) < 1e-9
+
+
+def test_an_update_of_no_pushes_changes_nothing() -> None:
+    task = digits(SEED)
+    shards, spec = Shards(len(task.data[0][0]), 2, [16] * 2, SEED), parse_spec("anytime:auto")
+    beside = VirtualModel(task.model, task.data[0], shards, cross_entropy, sgd, spec)
+    beside.apply(Apply((), 1.0), [], [], 0)
+    assert beside.versions.newest == 1
+    assert furthest(beside.master, task.model) == 0

@@ -113,6 +113,17 @@ class GradientMomentum:
             total += target.sum().item()  # while it is in the cache
         return total
 
+    def push_all(
+        self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """What is pushed of all these parameters on the CPU, in the memory of their gradients."""
+        pushed = [None if gradient is None else dense(gradient) for gradient in gradients]
+        with torch.no_grad():
+            for param, out in zip(params, pushed, strict=True):
+                if out is not None:
+                    self.push(param, out, out)
+        return pushed
+
     def pushes(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """What is pushed of parameters on a device, by their `id`; the host waits for nothing. Those without a gradient are
         left out."""
@@ -211,6 +222,20 @@ class ChangeMomentum:
                 target.mul_(share)
             total += target.sum().item()  # while it is in the cache
         return total
+
+    def push_all(
+        self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Let the optimizer make its change along these gradients, and give what is pushed of all these parameters on the
+        CPU, which stay as they were."""
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        before = [param.detach().clone() for param in params]
+        self._optimizer.step()
+        with torch.no_grad():
+            for param, out in zip(params, before, strict=True):
+                self.push(param, out)
+        return [None if gradient is None else out for gradient, out in zip(gradients, before, strict=True)]
 
     def pushes(self, params: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The same of parameters on a device, by their `id`: `before`, their earlier values, become what is pushed."""

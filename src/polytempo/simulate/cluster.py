@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from polytempo.errors import ClusterError
-from polytempo.simulate.durations import Constant, Duration, as_duration
+from polytempo.simulate.durations import Constant, Duration, as_duration, require
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,28 @@ class Cluster:
     model_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ClusterError(f"expected at least 1 worker, got {self.workers}")
-        if self.servers.shards < 1:
-            raise ClusterError(f"expected at least 1 server shard, got {self.servers.shards}")
-        self._check_positive()
+        require(self.workers >= 1, f"expected at least 1 worker, got {self.workers}")
+        require(self.servers.shards >= 1, f"expected at least 1 server shard, got {self.servers.shards}")
+        whole, fixed = as_duration(self.step_time), [self.fixed_time, *self.fixed_times.values()]
+        require(min(fixed) >= 0, "expected a fixed time of a step of at least 0 seconds")
+        if isinstance(whole, Constant) and not self.step_times and max(fixed) > whole.seconds:
+            raise ClusterError(
+                f"the fixed time of a step is part of its step time; expected at most {whole.seconds:g} s, "
+                f"got {max(fixed):g} s"
+            )
+        for rank, factor in self.slow.items():
+            require(factor > 0, f"expected a slow-down above 0 for worker {rank}, got {factor}")
+        bandwidths = [link.bandwidth for link in (self.link, *self.links.values())]
+        bandwidths += [self.servers.bandwidth, self.servers.update_rate, self.reduce_rate]
+        for bandwidth in (*bandwidths, self.hosts.bandwidth if self.hosts else None):
+            require(bandwidth is None or bandwidth > 0, f"expected a bandwidth above 0, got {bandwidth}")
+        if self.hiccup:
+            probability = self.hiccup.probability
+            require(0 <= probability <= 1, f"expected a hiccup probability from 0 to 1, got {probability}")
+        if self.hosts:
+            require(self.hosts.size >= 1, f"expected at least 1 worker a host, got {self.hosts.size}")
+        smallest = min([self.batch, *self.batches.values()])
+        require(smallest >= 1, f"expected a batch of at least 1 sample, got {smallest}")
         self._check_ranks()
 
     def ranks(self) -> range:
@@ -172,29 +189,6 @@ class Cluster:
         """
         return as_duration(self.step_times.get(rank, self.step_time))
 
-    def _check_positive(self) -> None:
-        whole, fixed = as_duration(self.step_time), max([self.fixed_time, *self.fixed_times.values()])
-        if min([self.fixed_time, *self.fixed_times.values()]) < 0:
-            raise ClusterError("expected a fixed time of a step of at least 0 seconds")
-        if isinstance(whole, Constant) and not self.step_times and fixed > whole.seconds:
-            raise ClusterError(
-                f"the fixed time of a step is part of its step time; expected at most {whole.seconds:g} s, got {fixed:g} s"
-            )
-        for rank, factor in self.slow.items():
-            if not factor > 0:
-                raise ClusterError(f"expected a slow-down above 0 for worker {rank}, got {factor}")
-        bandwidths = [link.bandwidth for link in (self.link, *self.links.values())]
-        bandwidths += [self.servers.bandwidth, self.servers.update_rate, self.reduce_rate]
-        for bandwidth in (*bandwidths, self.hosts.bandwidth if self.hosts else None):
-            if bandwidth is not None and not bandwidth > 0:
-                raise ClusterError(f"expected a bandwidth above 0, got {bandwidth}")
-        if self.hiccup and not 0 <= self.hiccup.probability <= 1:
-            raise ClusterError(f"expected a hiccup probability from 0 to 1, got {self.hiccup.probability}")
-        if self.hosts and self.hosts.size < 1:
-            raise ClusterError(f"expected at least 1 worker a host, got {self.hosts.size}")
-        if min([self.batch, *self.batches.values()]) < 1:
-            raise ClusterError(f"expected a batch of at least 1 sample, got {self.batch}")
-
     def _check_ranks(self) -> None:
         known = self.ranks()
         named: dict[str, list[int]] = {
@@ -202,13 +196,12 @@ class Cluster:
         }
         for place, ranks in named.items():
             for rank in ranks:
-                if rank not in known:
-                    raise ClusterError(f"{place} names worker {rank}; the ranks are 0 to {known[-1]}")
+                require(rank in known, f"{place} names worker {rank}; the ranks are 0 to {known[-1]}")
         joining = [join.worker for join in self.joins]
         returning = {*_ranks_in(self.leaves), *_ranks_in(self.crashes)}
         for rank in joining:
-            if rank < self.workers and rank not in returning:
-                raise ClusterError(f"joins names worker {rank}, which is there from the start and never leaves")
+            stays = rank < self.workers and rank not in returning
+            require(not stays, f"joins names worker {rank}, which is there from the start and never leaves")
         missing = set(known) - set(range(self.workers)) - set(joining)
         if missing:
             raise ClusterError(f"joins must use the next free ranks; no worker has rank {min(missing)}")

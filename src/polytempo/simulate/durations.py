@@ -21,7 +21,8 @@ class Duration(Protocol):
         """The seconds of `count` steps from number `first` on."""
 
 
-def _require(condition: bool, text: str) -> None:
+def require(condition: bool, text: str) -> None:
+    """Refuse a cluster that does not meet this."""
     if not condition:
         raise ClusterError(text)
 
@@ -37,7 +38,7 @@ class Constant:
     seconds: float
 
     def __post_init__(self) -> None:
-        _require(0 < self.seconds < math.inf, f"expected a step time above 0, got {self.seconds}")
+        require(0 < self.seconds < math.inf, f"expected a step time above 0, got {self.seconds}")
 
     def draw(self, random: Random, first: int, count: int) -> list[float]:
         return [self.seconds] * count
@@ -56,8 +57,8 @@ class Lognormal:
     spread: float
 
     def __post_init__(self) -> None:
-        _require(self.mean > 0, f"expected a mean above 0, got {self.mean}")
-        _require(self.spread >= 0, f"expected a spread of at least 0, got {self.spread}")
+        require(self.mean > 0, f"expected a mean above 0, got {self.mean}")
+        require(self.spread >= 0, f"expected a spread of at least 0, got {self.spread}")
 
     def draw(self, random: Random, first: int, count: int) -> list[float]:
         variance = math.log(1 + self.spread**2)
@@ -73,7 +74,7 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        _require(0 < self.low <= self.high, f"expected 0 < low <= high, got {self.low} and {self.high}")
+        require(0 < self.low <= self.high, f"expected 0 < low <= high, got {self.low} and {self.high}")
 
     def draw(self, random: Random, first: int, count: int) -> list[float]:
         return [random.uniform(self.low, self.high) for _ in range(count)]
@@ -87,7 +88,7 @@ class Exponential:
     base: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(0 <= self.base < self.mean, f"expected 0 <= base < mean, got {self.base} and {self.mean}")
+        require(0 <= self.base < self.mean, f"expected 0 <= base < mean, got {self.base} and {self.mean}")
 
     def draw(self, random: Random, first: int, count: int) -> list[float]:
         rate = 1 / (self.mean - self.base)
@@ -101,7 +102,7 @@ class Trace:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _require(bool(self.seconds) and min(self.seconds) > 0, "expected a trace of numbers above 0")
+        require(bool(self.seconds) and min(self.seconds) > 0, "expected a trace of numbers above 0")
 
     def draw(self, random: Random, first: int, count: int) -> list[float]:
         return [self.seconds[(first + step) % len(self.seconds)] for step in range(count)]

@@ -21,7 +21,7 @@ from torch import nn
 
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.weighted_sum import with_change
-from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, dense, known_name
+from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, known_name
 from polytempo.simulate.datasets import TensorPair
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm, check_kept, form_of
@@ -272,15 +272,16 @@ class OwnMomentum:
     """
 
     def __init__(self, spec: Spec, parameters: list[nn.Parameter], make_optimizer: OptimizerFactory, workers: int) -> None:
-        self._parameters, self.optimizer = parameters, make_optimizer(parameters)
-        name, looks_ahead = known_name(self.optimizer), spec.worker_momentum == LOOKAHEAD
-        check_kept(spec.text, name, type(self.optimizer).__name__)
-        self.form = form_of(name, self.optimizer.param_groups)
-        self._momentum: GradientMomentum | ChangeMomentum
-        if self.form is MomentumForm.GRADIENT:
-            self._momentum = GradientMomentum(self.optimizer, looks_ahead, spec.spike)
-        else:
-            self._momentum = ChangeMomentum(self.optimizer, looks_ahead)
+        self._parameters, self._optimizer = parameters, make_optimizer(parameters)
+        name = known_name(self._optimizer)
+        check_kept(spec.text, name, type(self._optimizer).__name__)
+        self.form = form_of(name, self._optimizer.param_groups)
+        looks_ahead = spec.worker_momentum == LOOKAHEAD
+        self._momentum = (
+            GradientMomentum(self._optimizer, looks_ahead, spec.spike)
+            if self.form is MomentumForm.GRADIENT
+            else ChangeMomentum(self._optimizer, looks_ahead)
+        )
         self._own_rate = spec.own_push_rate(workers)
         #: Pushes that a step to come may lack, each with the first version that has it: the answer's, if it is not applied.
         self.pushes: list[tuple[Gradient, int]] = []
@@ -291,7 +292,7 @@ class OwnMomentum:
         self.pushes = [(push, version) for push, version in self.pushes if version > read]
         factors = dict.fromkeys(map(id, self._parameters), self._own_rate)
         if self.form is MomentumForm.GRADIENT:
-            for group in self.optimizer.param_groups:
+            for group in self._optimizer.param_groups:
                 factors.update((id(param), -self._own_rate * float(group["lr"])) for param in group["params"])
         with torch.no_grad():
             for push, _ in self.pushes:
@@ -301,21 +302,7 @@ class OwnMomentum:
 
     def push(self, gradient: Gradient) -> Gradient:
         """What is pushed of a gradient, taken on the values that are loaded, which stay. The gradient is used up."""
-        if isinstance(self._momentum, ChangeMomentum):
-            for parameter, grad in zip(self._parameters, gradient, strict=True):
-                parameter.grad = grad
-            before = cloned(self._parameters)
-            self.optimizer.step()
-            with torch.no_grad():
-                for parameter, change in zip(self._parameters, before, strict=True):
-                    self._momentum.push(parameter, change)
-            return [None if grad is None else change for grad, change in zip(gradient, before, strict=True)]
-        pushed = [grad if grad is None else dense(grad) for grad in gradient]
-        with torch.no_grad():
-            for parameter, grad in zip(self._parameters, pushed, strict=True):
-                if grad is not None:
-                    self._momentum.push(parameter, grad, grad)
-        return pushed
+        return self._momentum.push_all(self._parameters, gradient)
 
     def settle(self, pushed: Gradient, version: int) -> None:
         """A push was applied, or dropped; the answer to it has this version."""

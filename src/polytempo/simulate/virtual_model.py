@@ -244,7 +244,7 @@ class VirtualModel:
             gradient = weighted_sum(
                 (self._pushed(worker, index, version), samples / total) for worker, index, samples, version in batches
             )
-            read = self.versions.read(versions[0])
+            read = self.versions.read(versions[0]) if versions else []  # an update may be of no pushes
         else:
             gradient = weighted_sum((one, 1.0) for sent in contents for one in sent.gradients)
             # With no updates of others since, nothing is to be compensated, even where local steps differ from the master's.
@@ -253,7 +253,7 @@ class VirtualModel:
         for version in versions:
             self.drop(version)
         self.versions.advance()
-        if gradient:
+        if gradient:  # a round may be without samples
             self._updates.step(gradient, [newest - version for version in versions], apply.rate)
         for push in pushes:
             if self._keeps_momentum:
