@@ -23,6 +23,10 @@ _TIED = (
 )
 #: What was said in other words since, and how it is said now.
 REWORDED = {
+    **dict.fromkeys(
+        [f"{{}}: expected {kind}, got {{}}" for kind in ("a number", "a whole number", "a word", "true or false")],
+        "{}: expected {}, got {}",
+    ),
     "stages {} hold the same parameter, and {} applies the steps of each stage in an order of its own, so that the copies "
     "would drift apart; use bsp, local:K or diloco:K, or cut the model so that one stage holds it": _TIED,
     "stages {} hold the same parameter {}, and under sync={} its copies would be updated in different orders and drift "
