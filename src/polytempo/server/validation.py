@@ -75,7 +75,7 @@ def check_push(push: Push) -> None:
     ranges = [(place.length, *part) for place in measures.positions for part in place.done]
     if not all(0 <= start < stop <= length for length, start, stop in ranges):
         raise PeerError("a push was refused: it says that it is made of places which the epoch's order does not have")
-    least = 1 if measures.samples else 0  # without samples a push may only take part (`train/decoupled_turns.py`)
+    least = 1 if measures.samples else 0  # without samples a push may only take part (`sync/blocks.py`)
     figures = measures.computed, measures.exchanged or 0.0, measures.input, measures.work or 0.0
     if measures.count < least or push.own < 0 or not all(map(math.isfinite, figures)):
         computed, exchanged, waited, work = figures

@@ -493,7 +493,7 @@ class ValuesOfFragments(Carried):
         worker.cargo.seconds += worker.spent
         if self._goes_on:
             worker.cargo.made = machine.step
-        elif not machine.since:  # a block starts: a worker that joins at this turn takes part from here in its data
+        elif machine.at_turn:  # a block starts: a worker that joins at this turn takes part from here in its data
             self._starts[machine.turn] = max(machine.step, self._starts.get(machine.turn, 0))
 
     def admitted(self, clock: FragmentClock, worker: Worker, now: float) -> None:

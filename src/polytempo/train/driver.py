@@ -38,6 +38,11 @@ class StepRequest:
     unscaled: bool = False  #: a GradScaler has multiplied it, and the script has unscaled the gradients
 
 
+def no_request() -> StepRequest:
+    """Before the first."""
+    return StepRequest(no_steps(), skip=True, agreed=False)
+
+
 class StepUpdate(ABC):
     """One way to make the update."""
 
@@ -100,7 +105,7 @@ class MachineUpdate(StepUpdate):
 
     def __init__(self, machine: WorkerMachine, reducer: Reducer) -> None:
         self._machine, self._reducer = machine, reducer
-        self._request = StepRequest(no_steps(), skip=True, agreed=False)  # the one that is carried out
+        self._request = no_request()  # the one that is carried out
         self._result: Any = None  # what its closure has returned
         self._performs = {Compute: nothing, **self.performs()}
 

@@ -22,7 +22,6 @@ import torch
 
 from polytempo.optim.fragments import cut
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
-from polytempo.profile_ranges import profiled
 from polytempo.protocol.optimizer_names import part_of
 from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo
@@ -65,9 +64,7 @@ class Fragment:
         self.reducer, self._rules, self._groups = reducer, list(rules), list(groups)
         self._companions, self._overlaps, self._alone = companions, overlaps, alone
         self.made = no_steps()  #: the local steps since the last sending
-        self.due = 0  #: it is sent after this local step
         self.sent_at: int | None = None  #: the local step after which the round under way was begun
-        self.sent_count = 0  #: local steps in the round under way
         self._sent: list[torch.Tensor] = []  # values at the sending, where local steps follow
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
@@ -113,7 +110,7 @@ class Fragment:
             finite: Counts or refuses values that are not finite.
         """
         made, self.made = self.made, no_steps()
-        self.sent_at, self.sent_count, self._rates = step, made.count, list(rates)
+        self.sent_at, self._rates = step, list(rates)
         self.reducer.renew(compare=False)  # they may lie elsewhere now
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
@@ -138,18 +135,12 @@ class Fragment:
         return [*self._rates, 1.0][: len(self._rules)]  # the last may be the companions' group
 
     def is_answered(self) -> bool:
-        """Has the round under way ended, over servers? `take` does not wait then."""
+        """Has the round under way ended, over servers?"""
         return self.sent_at is not None and not self.reducer.client_state.outstanding
-
-    def take(self) -> None:
-        """Wait for the end of the round, and take the new values."""
-        with profiled("average"):
-            self.reducer.finish()
-            self.install()
 
     def install(self) -> None:
         """Take the new values of a round that has ended."""
-        self.sent_at, self.sent_count, mean = None, 0, self.reducer.mean
+        self.sent_at, mean = None, self.reducer.mean
         if mean is not None and mean.skipped:
             return
         new = self._views

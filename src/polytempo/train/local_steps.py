@@ -18,7 +18,12 @@ average and the first step after it replaces the anchor of an outer step, and mu
 `adacomm` learns the loss from `backward()` (`loss_watch.py`). With `hold=1` a fall of the learning rate waits while blocks
 have more than one step: local steps are made at the rate before it. A rise is not held.
 
-In decoupled DiLoCo the turns of the fragments are others (`decoupled_turns.py`).
+Which fragment is sent when, what is waited for, and what is taken when, the machine says (`sync/blocks.py`). Where no
+worker waits for a merge, answers are looked for between two steps: when one is there, x = anchor' + (x - x at the sending),
+and anchor' is what the next push is a difference to. A push or an answer that was lost on its way is found by asking: when
+no byte has moved for a while, the servers say what they know, as they do while a worker waits. `consolidate` then takes the
+servers' newest values without a merge and without other workers; what this worker has not pushed yet is not in them, and
+goes with the next push.
 """
 
 from __future__ import annotations
@@ -31,12 +36,28 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.profile_ranges import profiled
 from polytempo.protocol.push import Measures
 from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.session.session import Session
+from polytempo.sync.actions import Admit, Release
+from polytempo.sync.blocks import BlockMachine
+from polytempo.sync.machine import (
+    ASKED,
+    COMPUTED,
+    AskAgain,
+    Compute,
+    EndBlock,
+    Install,
+    LoggedMachine,
+    SendPush,
+    StepHere,
+    WorkerEvent,
+    WorkerMachine,
+)
 from polytempo.sync.spec import Spec
-from polytempo.train.decoupled_turns import DecoupledTurns
-from polytempo.train.driver import StepRequest, StepUpdate
+from polytempo.train.driver import LivePerforms, StepRequest, StepUpdate, no_request, nothing
 from polytempo.train.fragment import Fragment
 from polytempo.train.loss_watch import BlockLoss, LossWatch
 from polytempo.train.update import Wrapped, step_unwrapped
@@ -45,19 +66,34 @@ from polytempo.train.update import Wrapped, step_unwrapped
 class LocalStepUpdate(StepUpdate):
     """Blocks of one optimizer."""
 
-    def __init__(self, session: Session, wrapped: Wrapped, fragments: Sequence[Fragment], spec: Spec) -> None:
+    def __init__(
+        self, session: Session, wrapped: Wrapped, fragments: Sequence[Fragment], spec: Spec, machine: WorkerMachine
+    ) -> None:
         assert spec.averaging is not None
+        assert isinstance(machine, BlockMachine | LoggedMachine)
         self._session, self._wrapped, self._spec, self._averaging = session, wrapped, spec, spec.averaging
+        self._machine: Any = machine
         self._loss = BlockLoss(LossWatch(session)) if spec.averaging.loss else None
         self._held: list[float] = []  # the learning rates of the last local step, where a fall of them waits
         self.fragments = list(fragments)
+        self._request = no_request()
+        self._result: Any = None
         self._steps = 0
         self._averages = 0
         self._exchanged = 0.0  # seconds since the main fragment was sent
         self._hyper: GroupValues = ()  # of the last local step
-        self._start_turns()
-        waits = self._averaging.waits
-        self._decoupled = None if waits else DecoupledTurns(self.fragments, self._send, self._count)
+        self._watch = None if spec.averaging.waits else AnswerWatch([fragment.reducer for fragment in fragments])
+        self._performs: LivePerforms = {
+            Compute: nothing,
+            StepHere: self._step_here,
+            SendPush: lambda order: self._send(self.fragments[order.part]),
+            Install: self._install,
+            AskAgain: lambda order: self._tell(ASKED),
+        }
+        for number, fragment in enumerate(self.fragments):
+            self._tell(Admit(session.rank, fragment.reducer.step), number)
+        for number in range(len(self.fragments)):
+            self._hear(number)
         session.flushing.append(self.flush)
 
     @property
@@ -70,23 +106,59 @@ class LocalStepUpdate(StepUpdate):
         return self.fragments[0].reducer.period
 
     def stats(self) -> dict[str, Any]:
-        left_out = {} if self._decoupled is None else {"left_out": self._decoupled.left_out}
+        left_out = {} if self._watch is None else {"left_out": self._machine.left_out}
         return {"period": self.period, "averages": self._averages, **left_out}
+
+    # The machine.
+
+    def _tell(self, event: WorkerEvent, part: int = 0) -> None:
+        for order in self._machine.handle(event, time.monotonic(), part):
+            self._performs[type(order)](order)
+
+    def _hear(self, number: int) -> None:
+        """The answer to a fragment's push is here."""
+        reducer = self.fragments[number].reducer
+        self._tell(Release(self._session.rank, reducer.step, reducer.step, reducer.directive), number)
+
+    def _wait(self) -> None:
+        """For an answer without which nothing more can be done."""
+        if self._watch is not None:
+            self._watch.settle()
+            self._hear_answers()
+            return
+        (number,) = self._machine.awaited
+        with profiled("average"):
+            self.fragments[number].reducer.finish()
+            self._hear(number)
+
+    def _hear_answers(self) -> None:
+        for number, fragment in enumerate(self.fragments):
+            if fragment.is_answered():
+                fragment.reducer.finish()
+                self._hear(number)
 
     # Local steps.
 
     def step(self, request: StepRequest) -> Any:
         """One local step, and what is due after it."""
-        began = time.perf_counter()
-        result = self._make(request)
-        request.measures.computed += time.perf_counter() - began
+        self._request, self._result = request, None
+        if self._watch is not None and any(fragment.sent_at is not None for fragment in self.fragments):
+            self._watch.poll()
+            self._hear_answers()
+        self._tell(COMPUTED)
+        while not self._machine.computes:
+            self._wait()
+        return self._result
+
+    def _step_here(self, order: StepHere) -> None:
+        began, measures = time.perf_counter(), self._request.measures
+        self._result = self._make(self._request)
+        measures.computed += time.perf_counter() - began
         self._steps += 1
         main, *others = self.fragments
-        main.made.add(request.measures)
+        main.made.add(measures)
         for fragment in others:  # what is said of a step is said once
-            fragment.made.add(Measures(samples=request.measures.samples))
-        self._take_turns()
-        return result
+            fragment.made.add(Measures(samples=measures.samples))
 
     def _make(self, request: StepRequest) -> Any:
         wrapped, result = self._wrapped, None
@@ -134,30 +206,6 @@ class LocalStepUpdate(StepUpdate):
 
     # Rounds.
 
-    def _start_turns(self) -> None:
-        """A new cycle starts with the next step."""
-        count = len(self.fragments)
-        for number, fragment in enumerate(self.fragments):
-            fragment.due = self._steps + (number * self.period // count or self.period)
-
-    def _in_turn(self) -> list[Fragment]:
-        """The fragments, the next to be sent first: all workers begin and finish rounds in this order."""
-        return sorted(self.fragments, key=lambda fragment: fragment.due)
-
-    def _take_turns(self) -> None:
-        if self._decoupled is not None:
-            self._decoupled.after_step(self._steps)
-            return
-        overlap = self._averaging.overlap
-        for fragment in self.fragments:
-            if fragment.sent_at is not None and fragment.sent_at + overlap == self._steps:
-                self._take(fragment)
-        for fragment in self.fragments:
-            if fragment.due == self._steps:
-                self._send(fragment)
-                if not overlap:
-                    self._take(fragment)
-
     def _send(self, fragment: Fragment) -> None:
         hyper = self._hyper or self._wrapped.hyper()
         rates = [float(group["lr"]) for group in hyper]
@@ -170,12 +218,11 @@ class LocalStepUpdate(StepUpdate):
                 made.loss = self._loss.take(self._spec.text)
         fragment.send(self._steps, hyper, rates, self._wrapped.finite)
 
-    def _take(self, fragment: Fragment) -> None:
-        fragment.take()
-        self._took(fragment)
-
-    def _took(self, fragment: Fragment) -> None:
-        fragment.due += max(fragment.reducer.period, 1)  # from when it was due: fragments keep their order
+    def _install(self, order: Install) -> None:
+        fragment = self.fragments[order.part]
+        if fragment.sent_at is None:  # the values that all start with are here already
+            return
+        fragment.install()
         self._count(fragment)
 
     def _count(self, fragment: Fragment) -> None:
@@ -189,28 +236,22 @@ class LocalStepUpdate(StepUpdate):
     def flush(self) -> None:
         """Send what was not sent yet, and take all that is under way."""
         with torch.no_grad():
-            if self._decoupled is not None:
-                self._decoupled.flush()
-                return
-            self._finish_block()
-
-    def _finish_block(self) -> None:
-        """Take what is under way, then send and take what was changed since: one fragment after another, as in a block, so
-        that workers which are in one follow the same order."""
-        for fragment in self._in_turn():
-            if fragment.sent_at is not None:
-                self._take(fragment)
-        for fragment in self._in_turn():
-            if fragment.made.count:
-                self._send(fragment)
-                self._take(fragment)
+            self._tell(EndBlock())
+            while not self._machine.computes:
+                self._wait()
+        if self._watch is not None:
+            self._watch.forget()  # pushes of no change: this worker need not know of their merge
 
     def consolidate(self, reducer: Reducer) -> None:
-        if self._decoupled is not None:
-            self._decoupled.consolidate()
+        if self._watch is None:
+            self.flush()
             return
-        self._finish_block()
-        self._start_turns()
+        for number, fragment in enumerate(self.fragments):
+            newest = self._watch.reducers[number].newest()
+            self._watch.poll()  # an answer may have come meanwhile
+            self._hear_answers()
+            self._tell(ASKED)
+            fragment.show(newest)
 
     def push_values(self, reducer: Reducer) -> None:
         for fragment in self.fragments:
@@ -221,11 +262,13 @@ class LocalStepUpdate(StepUpdate):
             return
         self.flush()
         with torch.no_grad():
-            while not (fragment := self._in_turn()[0]).reducer.join():
+            while not (fragment := self.fragments[self._machine.upcoming]).reducer.join():
                 fragment.use_rates([float(group["lr"]) for group in self._wrapped.hyper()])
                 fragment.install()
-                self._took(fragment)
-        self._start_turns()
+                self._count(fragment)
+                number = self.fragments.index(fragment)
+                self._tell(Admit(self._session.rank, fragment.reducer.step), number)
+                self._hear(number)
 
     # Optimizer state beside the wrapped optimizer's.
 
@@ -237,6 +280,39 @@ class LocalStepUpdate(StepUpdate):
         """Go on from it."""
         for fragment, momentum in zip(self.fragments, state, strict=False):
             fragment.load_momentum(momentum)
+
+
+class AnswerWatch:
+    """Answers that no worker waits for, of all fragments."""
+
+    def __init__(self, reducers: Sequence[Reducer]) -> None:
+        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerReducer)]
+        assert len(self.reducers) == len(reducers)  # the mode has no other way
+        self._client, self._session = self.reducers[0].client, self.reducers[0].session
+        self._quiet_since, self._moved = time.monotonic(), 0
+
+    def poll(self) -> None:
+        """Handle what has come, without waiting; after a silence, ask."""
+        with self._session.lock:
+            self._client.poll()
+        now, moved = time.monotonic(), self._client.connections.moved()
+        if moved != self._moved:
+            self._quiet_since, self._moved = now, moved
+        elif now - self._quiet_since > self._client.retry:
+            self._quiet_since = now
+            with self._session.lock:
+                for reducer in self.reducers:
+                    self._client.exchanges.ask_status(reducer.client_state)
+
+    def settle(self) -> None:
+        """Wait until one more is there."""
+        with self._session.lock:
+            self._client.settle(*(reducer.name for reducer in self.reducers), enough=any)
+
+    def forget(self) -> None:
+        """No further answer is looked for."""
+        for reducer in self.reducers:
+            reducer.client_state.outstanding.clear()
 
 
 def drop_state(optimizer: torch.optim.Optimizer) -> None:

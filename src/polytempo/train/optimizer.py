@@ -626,7 +626,7 @@ def _make_update(
     if reducer is None:
         return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)
     if fragments:
-        return LocalStepUpdate(reducer.session, wrapped, fragments, spec)
+        return LocalStepUpdate(reducer.session, wrapped, fragments, spec, machine_for(spec, reducer))
     if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
         gossip = spec.gossip
         machine = machine_for(spec, reducer)
