@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.simulate.datasets import digits
+from polytempo.tasks import digits
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--batch", type=int, default=32)

@@ -49,8 +49,8 @@ from kept_runs import kept_runs, make_runs
 from measure import as_text, fill_in, save
 from polytempo.errors import UsageError
 from polytempo.report.table import TextTable
-from polytempo.simulate.datasets import FASHION_MNIST
 from polytempo.sync.spec import parse_spec
+from polytempo.tasks import FASHION_MNIST
 
 OUT = Path("out/proof")
 FIGURES = Path(__file__).parents[1] / "docs" / "figures" / "asynchronous.json"

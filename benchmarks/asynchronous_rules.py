@@ -48,8 +48,9 @@ from torch import nn
 from measure import save
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.report.table import TextTable
-from polytempo.simulate.datasets import Shards, digits
+from polytempo.simulate.datasets import Shards
 from polytempo.sync.momentum import RULES
+from polytempo.tasks import digits
 
 OUT = Path("out/proof")
 BATCH, ROUNDS, SLOWER = 32, 160, 3.0

@@ -25,11 +25,11 @@ from torch import nn
 
 from asynchronous_live import run_live
 from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.datasets import TensorPair, TrainingTask, digits, fashion_mnist_cnn, fashion_mnist_cnn_model
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import parse_spec
+from polytempo.tasks import TensorPair, TrainingTask, digits, fashion_mnist_cnn, fashion_mnist_cnn_model
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
 STEP_TIME, SLOW, EXCHANGE = Lognormal(1.0, 0.1), 3.0, 4.0

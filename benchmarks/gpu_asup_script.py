@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.simulate.datasets import fashion_mnist
+from polytempo.tasks import fashion_mnist
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--data", type=Path, required=True, help="the folder with the four files of Fashion-MNIST")

@@ -22,7 +22,7 @@ from torch import nn
 from measure import save
 from polytempo.report.table import TextTable
 from polytempo.session.session import Session
-from polytempo.simulate.datasets import digits
+from polytempo.tasks import digits
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 

@@ -57,7 +57,8 @@ def plain_training(steps: int) -> int:
 
     import torch
 
-    from polytempo.simulate.datasets import Shards, digits
+    from polytempo.simulate.datasets import Shards
+    from polytempo.tasks import digits
 
     task = digits()
     model = copy.deepcopy(task.model)

@@ -91,8 +91,8 @@ CHECKED = (
 def modes(seeds: int) -> None:
     import torch
 
-    from polytempo.simulate.datasets import digits
     from polytempo.simulate.virtual_training import train_virtually
+    from polytempo.tasks import digits
 
     torch.set_num_threads(1)
     times: dict[str, dict[str, list[float]]] = {}

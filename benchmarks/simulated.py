@@ -64,8 +64,8 @@ def training(quick: bool) -> None:
     """A gradient in virtual time against a gradient in a plain loop."""
     import torch
 
-    from polytempo.simulate.datasets import digits
     from polytempo.simulate.virtual_training import train_virtually
+    from polytempo.tasks import digits
 
     torch.set_num_threads(1)
     task, steps = digits(), 500 if quick else 4_000

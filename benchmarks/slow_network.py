@@ -37,7 +37,7 @@ def worker(folder: str) -> None:
     import torch
 
     import polytempo as pt
-    from polytempo.simulate.datasets import digits
+    from polytempo.tasks import digits
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -34,11 +34,11 @@ from measure import save
 from polytempo.records.lines import RecordLine
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Link, Servers
-from polytempo.simulate.datasets import digits
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_training import TrainingRun, accuracy, train_virtually
+from polytempo.tasks import digits
 
 OUT = Path("out/proof")
 

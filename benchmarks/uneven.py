@@ -126,7 +126,7 @@ class Looks:
 
 @cache
 def _data(folder: Path, whole: bool = False) -> Any:
-    from polytempo.simulate.datasets import fashion_mnist
+    from polytempo.tasks import fashion_mnist
 
     (inputs, targets), test = fashion_mnist(folder=folder).data
     joint = EVEN.workers * EVEN.batch
@@ -138,9 +138,10 @@ def run(job: Job, folder: Path, whole: bool = False) -> Curve:
     """The accuracy of a run against virtual time, until the target is reached."""
     import torch
 
-    from polytempo.simulate.datasets import Shards, fashion_mnist_model
+    from polytempo.simulate.datasets import Shards
     from polytempo.simulate.run import simulate_job
     from polytempo.simulate.virtual_model import VirtualModel
+    from polytempo.tasks import fashion_mnist_model
 
     torch.set_num_threads(1)
     cluster, (train, test), spec = CLUSTERS[job.cluster], _data(folder, whole), parse_spec(job.sync)
@@ -269,7 +270,7 @@ def uneven(
     whole: bool = False,
 ) -> None:
     """The proof; `quick`: one seed each, and nothing is written to docs."""
-    from polytempo.simulate.datasets import FASHION_MNIST
+    from polytempo.tasks import FASHION_MNIST
 
     folder = folder or FASHION_MNIST
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.simulate.datasets import digits, fashion_mnist
+from polytempo.simulate import digits, fashion_mnist
 
 parser = argparse.ArgumentParser(description="Train a small ResNet on 1,797 handwritten digits, or on Fashion-MNIST.")
 parser.add_argument("--batch", type=int, default=32)

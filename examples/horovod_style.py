@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import polytempo.horovod as hvd  # was: import horovod.torch as hvd
-from polytempo.simulate.datasets import digits
+from polytempo.simulate import digits
 
 parser = argparse.ArgumentParser(description="Train a small network on 1,797 handwritten digits.")
 parser.add_argument("--batch", type=int, default=32)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.simulate.datasets import digits
+from polytempo.simulate import digits
 
 parser = argparse.ArgumentParser(description="Train a deep network, cut into stages, on 1,797 handwritten digits.")
 parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe, sequential or pipedream")

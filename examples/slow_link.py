@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.simulate.datasets import digits
+from polytempo.simulate import digits
 
 #: AdaComm looks at the loss every second: a run takes a few.
 MODES = ["bsp", "local:8", "adacomm:16,every=1", "gossip:ring"]

@@ -35,9 +35,9 @@ def curve(sync: str, via: str, bandwidth: float) -> list[tuple[float, float]]:
     """Virtual seconds, and the loss on the test data."""
     import torch
 
-    from polytempo.simulate.datasets import digits
     from polytempo.simulate.run import simulate_job
     from polytempo.simulate.virtual_training import train_virtually
+    from polytempo.tasks import digits
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> float:
         return float(torch.nn.functional.cross_entropy(output, target))

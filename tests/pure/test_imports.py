@@ -31,8 +31,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "sync": ({"errors", "options", "summation"}, {"msgspec"}),
     "records": ({"checkpoints", "errors", "sync"}, set()),
     "optim": ({"errors", "lazy_imports", "sync"}, {"torch"}),
+    "tasks": ({"errors"}, {"torch", "numpy"}),
     "simulate": (
-        {"errors", "lazy_imports", "version", "sync", "records", "optim", "summation", "units"},
+        {"errors", "lazy_imports", "version", "sync", "records", "optim", "summation", "units", "tasks"},
         {"torch", "numpy"},
     ),
     "protocol": ({"errors", "summation", "sync", "units"}, {"msgspec"}),
@@ -127,7 +128,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cli": (
         {
             *("errors", "version", "sync", "records", "simulate", "server", "transport", "launcher", "report", "pipeline"),
-            *("summation", "units", "strategy", "traces"),
+            *("summation", "units", "strategy", "traces", "tasks"),
         },
         {"typer", "rich", "yaml", "torch"},
     ),

@@ -14,19 +14,12 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.datasets import (
-    FASHION_MNIST,
-    Shards,
-    as_tensors,
-    digits,
-    fashion_mnist,
-    fashion_mnist_cnn,
-    find_task,
-)
+from polytempo.simulate.datasets import Shards, as_tensors
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import model_bytes, train_virtually
 from polytempo.simulate.virtual_updates import WeightHistory
+from polytempo.tasks import FASHION_MNIST, digits, fashion_mnist, fashion_mnist_cnn, find_task
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -15,9 +15,9 @@ from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
 from polytempo.optim.gradient_divergence import COORDINATES, GradientDivergence
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.datasets import digits
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
+from polytempo.tasks import digits
 
 RATE = 0.2
 EACH = RATE / len(SPEEDS)

@@ -12,11 +12,12 @@ from scalar import SPEEDS, START, Downpour, gradients, train
 from torch import nn
 
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.datasets import Shards, digits
+from polytempo.simulate.datasets import Shards
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.replicas import SteppedReplica
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
+from polytempo.tasks import digits
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

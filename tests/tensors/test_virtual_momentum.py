@@ -20,10 +20,10 @@ from polytempo.errors import UsageError
 from polytempo.records.lines import RecordLine
 from polytempo.simulate import replicas
 from polytempo.simulate.cluster import Arrival, Cluster, Crash
-from polytempo.simulate.datasets import digits
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.sync.momentum import MomentumForm
+from polytempo.tasks import digits
 
 RATE = 0.1
 SGD = partial(torch.optim.SGD, lr=RATE, momentum=0.9)

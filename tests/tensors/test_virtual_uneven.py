@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Stall
-from polytempo.simulate.datasets import Shards, TensorPair, digits
+from polytempo.simulate.datasets import Shards
 from polytempo.simulate.dealing import MicroBatch
 from polytempo.simulate.durations import Lognormal, Trace
 from polytempo.simulate.run import simulate_job
@@ -22,6 +22,7 @@ from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.sync.actions import Apply
 from polytempo.sync.spec import parse_spec
+from polytempo.tasks import TensorPair, digits
 
 SEED = 3
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -13,8 +13,8 @@ from test_worker_momentum import copies, numbers, parameters
 from polytempo.errors import UsageError
 from polytempo.optim.worker_momentum import SAMPLED, USUAL, GradientMomentum
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.datasets import digits
 from polytempo.simulate.virtual_training import settled_spec, train_virtually
+from polytempo.tasks import digits
 
 GROUPS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 #: How long the gradients of each step are: with spikes, none at all, one that is not a number, a rise that lasts.

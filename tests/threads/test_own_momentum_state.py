@@ -28,7 +28,7 @@ from test_lives import come_back
 
 from polytempo.checkpoints import find_checkpoint
 from polytempo.session.session import Session, as_current, current
-from polytempo.simulate.datasets import digits
+from polytempo.tasks import digits
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 

@@ -272,8 +272,8 @@ def doubtful(settings: Settings, advice: Advice) -> str | None:
 def _training(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
     import torch
 
-    from polytempo.simulate.datasets import find_task
     from polytempo.simulate.virtual_training import model_bytes, train_virtually
+    from polytempo.tasks import find_task
 
     torch.set_num_threads(1)  # small matrices: more threads are slower, and bits could depend on their number
     task = find_task(settings.train["task"])(settings.seed)

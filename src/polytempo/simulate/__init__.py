@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from polytempo.simulate.cluster import Hiccup as Hiccup
     from polytempo.simulate.cluster import Hosts as Hosts
     from polytempo.simulate.cluster import Link as Link
-    from polytempo.simulate.datasets import digits as digits
-    from polytempo.simulate.datasets import fashion_mnist as fashion_mnist
-    from polytempo.simulate.datasets import fashion_mnist_cnn as fashion_mnist_cnn
     from polytempo.simulate.description import cluster_from as cluster_from
     from polytempo.simulate.durations import Constant as Constant
     from polytempo.simulate.durations import Lognormal as Lognormal
     from polytempo.simulate.outcome import Outcome as Outcome
     from polytempo.simulate.run import simulate_job as simulate_job
     from polytempo.simulate.virtual_training import train_virtually as train_virtually
+    from polytempo.tasks import digits as digits
+    from polytempo.tasks import fashion_mnist as fashion_mnist
+    from polytempo.tasks import fashion_mnist_cnn as fashion_mnist_cnn
 
 __all__ = [
     "Cluster",
@@ -47,7 +47,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "cluster": ("Cluster", "Hiccup", "Hosts", "Link"),
-        "datasets": ("digits", "fashion_mnist", "fashion_mnist_cnn"),
+        "polytempo.tasks": ("digits", "fashion_mnist", "fashion_mnist_cnn"),
         "description": ("cluster_from",),
         "durations": ("Constant", "Lognormal"),
         "outcome": ("Outcome",),

@@ -22,10 +22,10 @@ from torch import nn
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.weighted_sum import with_change
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, known_name
-from polytempo.simulate.datasets import TensorPair
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm, check_kept, form_of
 from polytempo.sync.spec import Spec
+from polytempo.tasks import TensorPair
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

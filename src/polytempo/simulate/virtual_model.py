@@ -32,7 +32,7 @@ from torch import nn
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.norm_statistics import with_merged_buffers
 from polytempo.optim.weighted_sum import weighted_sum, with_change
-from polytempo.simulate.datasets import Shards, TensorPair
+from polytempo.simulate.datasets import Shards
 from polytempo.simulate.dealing import MicroBatch
 from polytempo.simulate.replicas import (
     BlockReplica,
@@ -54,6 +54,7 @@ from polytempo.sync.directives import Mixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.momentum import BARE, MomentumForm
 from polytempo.sync.spec import Spec
+from polytempo.tasks import TensorPair
 
 
 class VirtualModel:
