@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from pathlib import Path
 from random import Random
 from statistics import median, median_low
@@ -190,6 +191,16 @@ def test_a_replica_begins_with_its_cheapest_and_goes_on_from_the_most_expensive(
     costs = ((3.0, 1.0, 2.0, 5.0),)
     assert in_order([(0, 0), (0, 1), (0, 2), (0, 3)], costs) == [(0, 1), (0, 3), (0, 0), (0, 2)]
     assert in_order([], costs) == []
+
+
+def test_a_micro_batch_that_is_late_is_abandoned_or_kept() -> None:
+    trace = job(stalls, stages=1, batches=16, steps=24)
+    factors = factors_of(trace)
+    ((dropped,), (kept,)) = (predict(trace, factors, f"anytime:4{late}") for late in ("", ",late=keep"))
+    assert kept.step_seconds < 0.99 * dropped.step_seconds
+    assert job_seconds(trace) > dropped.step_seconds, "nobody waits for a stall"
+    (short,) = predict(trace, factors, "anytime:0.01")
+    assert short.step_seconds == inf, "no micro-batch ends by then"
 
 
 def test_shares_follow_a_replica_that_becomes_slow() -> None:

@@ -3,7 +3,7 @@
     bsp             the job as recorded
     bsp+balance     the mode's policy deals the micro-batches of each recorded step: shares by speed, whole micro-batches; or
                     by cost, where the cost of each is known; every replica's pipeline runs what it is dealt
-    anytime         the mode's policy sets deadlines; a replica takes as many of its micro-batches as end by then
+    anytime         the mode's policy sets deadlines; a replica takes as many of its micro-batches as its machine orders
     all others      in virtual time (`simulate/`), with the time of each replica's step as recorded
 
 A micro-batch that moves to another replica costs that replica what it costs machines of that slowness (`causes.py`). Of
@@ -13,18 +13,18 @@ replicas do together at the end of a step takes its recorded time in every mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import Trace
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.actions import Release
-from polytempo.sync.anytime import ANYTIME
-from polytempo.sync.balance import BALANCE
-from polytempo.sync.barrier import BSP
-from polytempo.sync.directives import NextDeadline, NextShares
-from polytempo.sync.events import Joined, Measured, Pushed
+from polytempo.sync.actions import Action, Release
+from polytempo.sync.events import Joined, Pushed
+from polytempo.sync.machine import ABANDON, Computed, Orders, SendPush, TimeUp
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.traces.causes import Factors
@@ -58,37 +58,30 @@ class ModePrediction:
 
 
 def predict(job: JobTrace, factors: Factors, sync: str, seed: int = 0) -> list[ModePrediction]:
-    """A mode on this job; `bsp+balance` also with its shares cut by cost, where costs are known."""
+    """A mode on this job; where its shares follow speed, also with shares cut by cost, where costs are known."""
     spec = parse_spec(sync)
-    if spec.averaging is None and spec.gossip is None and spec.mode in (BSP, BALANCE, ANYTIME):
-        return list(_in_rounds(job, factors, spec))
-    return [_in_virtual_time(job, spec, seed)]
+    if spec.capabilities.averages or not spec.capabilities.reduces:
+        return [_in_virtual_time(job, spec, seed)]
+    if spec.machine(0).brings != "share":
+        return [_Rounds(job, factors, spec, lambda index, weights: _recorded(job.steps[index])).prediction(spec.text)]
 
+    def at_speed(index: int, weights: ShareWeights) -> list[list[BatchPlace]]:
+        return by_speed(job.steps[index], weights)
 
-def _in_rounds(job: JobTrace, factors: Factors, spec: Spec) -> Iterator[ModePrediction]:
-    if spec.mode is ANYTIME:
-        yield _Rounds(job, factors, spec).until_deadlines()
-        return
-    rounds = _Rounds(job, factors, spec)
-    if spec.mode is BSP:
-        yield rounds.deal(spec.text, lambda index, weights: _recorded(job.steps[index]))
-        return
-    yield rounds.deal(spec.text, lambda index, weights: by_speed(job.steps[index], weights))
+    def at_cost(index: int, weights: ShareWeights) -> list[list[BatchPlace]]:
+        return by_cost(job.steps[index], factors.costs[index], weights)
+
+    def ordered(index: int, weights: ShareWeights) -> list[list[BatchPlace]]:
+        return [in_order(mine, factors.costs[index]) for mine in at_cost(index, weights)]
+
+    predictions = [_Rounds(job, factors, spec, at_speed).prediction(spec.text)]
     if job.divided and not job.steps[0].costs:
-        return
-    costs = factors.costs
+        return predictions
     by = f"{spec.text} {BY_COST}"
-    rounds = _Rounds(job, factors, spec)
-    yield rounds.deal(by, lambda index, weights: by_cost(job.steps[index], costs[index], weights), counts_cost=True)
-    if job.stages > 1:
-        rounds = _Rounds(job, factors, spec)
-        yield rounds.deal(
-            f"{by}, {IN_ORDER}",
-            lambda index, weights: [
-                in_order(mine, costs[index]) for mine in by_cost(job.steps[index], costs[index], weights)
-            ],
-            counts_cost=True,
-        )
+    dealers = ((by, at_cost), (f"{by}, {IN_ORDER}", ordered))
+    for name, dealer in dealers if job.stages > 1 else dealers[:1]:
+        predictions.append(_Rounds(job, factors, spec, dealer, counts_cost=True).prediction(name))
+    return predictions
 
 
 # Which replica takes which micro-batch.
@@ -122,102 +115,106 @@ def in_order(places: Sequence[BatchPlace], costs: Sequence[Sequence[float]]) -> 
     return falling[-1:] + falling[:-1]
 
 
-class _Rounds:
-    """A job in rounds: the mode's own policy is fed with what each replica pushes, and its releases are obeyed."""
+class _Work(NamedTuple):
+    """What a replica did for its push."""
 
-    def __init__(self, job: JobTrace, factors: Factors, spec: Spec) -> None:
-        self.job, self.factors, self.spec = job, factors, spec
+    ends: list[float]  #: when each stage was ready, since the round began
+    batches: int
+    work: float
+    computed: float
+
+
+class _Rounds:
+    """A job in rounds: the mode's policy and the machines of its replicas, whose orders are performed on the recorded steps.
+
+    Args:
+        job: The recorded one.
+        factors: What a micro-batch takes at another replica.
+        spec: The mode.
+        dealer: Who takes which micro-batches of a step, where a push is made of those that are dealt.
+        counts_cost: Work is cost, not a number of micro-batches.
+    """
+
+    def __init__(self, job: JobTrace, factors: Factors, spec: Spec, dealer: Dealer, counts_cost: bool = False) -> None:
+        self.job, self.factors, self.dealer, self.counts_cost = job, factors, dealer, counts_cost
         self.policy = spec.policy(job.replicas)
+        self.machines: list[Any] = [spec.machine(replica) for replica in range(job.replicas)]
+        self.brings = self.machines[0].brings
         self.now = self.waited = 0.0
         self.samples = 0  # micro-batches of all rounds
-        self.weights: ShareWeights = ()
-        self.deadline = 0.0
+        self.released: dict[int, Release] = {}
+        # Where a replica takes as many as it manages: its micro-batches, one recorded step after the other and again from
+        # the first; and of the one that was not done at a deadline, when the one before it was, and when it is.
+        self.streams = [cycle([b for step in job.steps for b in step.replicas[replica]]) for replica in range(job.replicas)]
+        self.late: dict[int, tuple[float, float]] = {}
         for replica in range(job.replicas):
-            self._obey(self.policy.handle(Joined(replica), 0.0))
+            self._hear(self.policy.handle(Joined(replica), 0.0))
 
-    def deal(self, name: str, dealer: Dealer, counts_cost: bool = False) -> ModePrediction:
-        """All recorded steps, their micro-batches dealt anew; `counts_cost`: work is cost, not a number of micro-batches."""
-        dealt: list[list[BatchPlace]] = []
+    def prediction(self, name: str) -> ModePrediction:
+        """As many rounds as steps are recorded."""
+        works: list[_Work] = []
         for index, step in enumerate(self.job.steps):
-            dealt = dealer(index, self.weights)
-            own = [[self._moved(index, place, worker) for place in mine] for worker, mine in enumerate(dealt)]
-            costs = self.factors.costs[index]
-            work = [sum(costs[replica][number] for replica, number in mine) if counts_cost else len(mine) for mine in dealt]
-            ends = [replica_ends(self.job, batches, step.sync) for batches in own]
-            counts, times = [len(mine) for mine in dealt], [max(stages) for stages in ends]
-            self._round(index, times, counts, work, step_seconds(step.sync, ends))
-        shares = () if self.spec.mode is BSP else tuple(float(len(mine)) for mine in dealt)
-        return self._prediction(name, shares)
-
-    def until_deadlines(self) -> ModePrediction:
-        """As many rounds as steps are recorded; each replica takes as many of its micro-batches as end by the deadline."""
-        micro = self.spec.anytime.micro if self.spec.anytime else 1
-        streams = [_Stream(self.job, replica, micro) for replica in range(self.job.replicas)]
-        counts: list[int] = []
-        for index, step in enumerate(self.job.steps):
-            taken = [stream.until(self.deadline, index) for stream in streams]
-            counts, times = [count for count, _ in taken], [seconds for _, seconds in taken]
-            self._round(index, times, counts, counts, max(times) + joint_seconds(step.sync))
-        return self._prediction(self.spec.text, tuple(map(float, counts)))
-
-    def _moved(self, index: int, place: BatchPlace, worker: int) -> BatchSeconds:
-        replica, number = place
-        return self.factors.moved(self.job.steps[index].replicas[replica][number], replica, worker)
-
-    def _round(
-        self, index: int, times: Sequence[float], counts: Sequence[int], work: Sequence[float], seconds: float
-    ) -> None:
-        """Every replica has pushed after its own time; the round lasts for `seconds`."""
-        for worker in sorted(range(len(times)), key=lambda worker: (times[worker], worker)):
-            count = counts[worker]
-            measured = Measured(work=work[worker], computed=times[worker])
-            push = Pushed(worker, index, count, count=count, measured=measured)
-            self._obey(self.policy.handle(push, self.now + times[worker]))
-        self.waited += sum(max(times) - time for time in times)
-        self.samples += sum(counts)
-        self.now += seconds
-
-    def _obey(self, actions: Sequence[object]) -> None:
-        for action in actions:
-            match action:
-                case Release(directive=NextShares(weights)) if weights:
-                    self.weights = weights
-                case Release(directive=NextDeadline(seconds)):
-                    self.deadline = seconds
-
-    def _prediction(self, name: str, shares: tuple[float, ...]) -> ModePrediction:
+            works = self._batches(index) if self.brings == "batches" else self._shares(index)
+            times = [max(work.ends) for work in works]
+            for worker in sorted(range(len(works)), key=times.__getitem__):
+                _, count, work, computed = works[worker]
+                push = Pushed(worker, index, count, count=count, work=work, computed=computed)
+                self._hear(self.policy.handle(push, self.now + times[worker]))
+            self.waited += sum(max(times) - time for time in times)
+            self.samples += sum(work.batches for work in works)
+            self.now += step_seconds(step.sync, [work.ends for work in works])
         joint = self.samples / self.job.microbatches  # joint batches
-        return ModePrediction(name, self.now / joint, self.waited / (self.now * self.job.replicas), shares=shares)
+        shares = () if self.brings == "gradient" else tuple(float(work.batches) for work in works)
+        each = self.now / joint if joint else math.inf  # no deadline was long enough for a micro-batch
+        return ModePrediction(name, each, self.waited / (self.now * self.job.replicas), shares=shares)
 
+    def _hear(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Release):
+                self.released[action.worker] = action
 
-class _Stream:
-    """The micro-batches of a replica, one recorded step after the other, and again from the first."""
+    def _shares(self, index: int) -> list[_Work]:
+        """Every replica computes what it is dealt of this step, and pushes."""
+        step, costs = self.job.steps[index], self.factors.costs[index]
+        orders = [machine.handle(self.released[worker], self.now)[0] for worker, machine in enumerate(self.machines)]
+        works = []
+        for worker, mine in enumerate(self.dealer(index, orders[0].weights)):  # the same for all
+            batches = [self.factors.moved(step.replicas[replica][number], replica, worker) for replica, number in mine]
+            ends = replica_ends(self.job, batches, step.sync)
+            self.machines[worker].handle(Computed(max(ends)), self.now + max(ends))
+            work = sum(costs[replica][number] for replica, number in mine) if self.counts_cost else len(mine)
+            works.append(_Work(ends, len(mine), work, max(ends)))
+        return works
 
-    def __init__(self, job: JobTrace, replica: int, count: int) -> None:
-        self.job = job
-        self.batches = [batch for step in job.steps for batch in step.replicas[replica]]
-        self.at = 0
-        self.count = count  # of the last round
+    def _batches(self, index: int) -> list[_Work]:
+        """Every replica computes as many of its own micro-batches as its machine orders, and pushes."""
+        return [self._until_push(index, replica, machine) for replica, machine in enumerate(self.machines)]
 
-    def until(self, deadline: float, index: int) -> tuple[int, float]:
-        """Take micro-batches that end by a deadline, or as many as ever: their number, and when they end."""
-        if deadline:
-            self.count = self._fitting(deadline, index)
-        seconds = self._seconds(self.count, index)
-        self.at += self.count
-        return self.count, seconds
+    def _until_push(self, index: int, replica: int, machine: Any) -> _Work:
+        sync, stages = self.job.steps[index].sync, self.job.stages
+        begun, end = self.late.pop(replica, (self.now, self.now))
+        computed = self._done(machine, begun, end)[1] if begun < end <= self.now else 0.0
+        orders = machine.handle(self.released[replica], self.now)
+        busy = end > self.now
+        begun, end = (begun, end) if busy else (self.now, self.now)
+        start, taken, ends = end, list[BatchSeconds](), [0.0] * stages
+        while True:
+            if busy and end > machine.ends_at:  # it goes on with this one while what is done is pushed
+                self.late[replica] = begun, end
+                orders, ends = machine.handle(TimeUp(machine.step), machine.ends_at), [machine.ends_at - self.now] * stages
+            elif busy:
+                orders, seconds = self._done(machine, begun, end)
+                begun, computed = end, computed + seconds
+            if push := next((order for order in orders if isinstance(order, SendPush)), None):
+                return _Work(ends, push.count, push.count, computed)
+            taken.append(next(self.streams[replica]))
+            ends = [start - self.now + stage for stage in replica_ends(self.job, taken, sync)]
+            busy, end = True, self.now + max(ends)
 
-    def _fitting(self, deadline: float, index: int) -> int:
-        count = self.count
-        while count and self._seconds(count, index) > deadline:
-            count -= 1
-        while self._seconds(count + 1, index) <= deadline:
-            count += 1
-        return count
-
-    def _seconds(self, count: int, index: int) -> float:
-        batches = [self.batches[(self.at + number) % len(self.batches)] for number in range(count)]
-        return replica_seconds(self.job, batches, self.job.steps[index].sync)
+    def _done(self, machine: Any, begun: float, end: float) -> tuple[Orders, float]:
+        """A micro-batch is computed: what its replica does now, and the seconds that count."""
+        orders = machine.handle(Computed(end - begun), end)
+        return orders, 0.0 if ABANDON in orders else end - begun
 
 
 def _in_virtual_time(job: JobTrace, spec: Spec, seed: int) -> ModePrediction:
