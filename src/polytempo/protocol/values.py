@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from polytempo.sync.spec import Spec, parse_spec
+
 
 class WireMessage(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
     """The base of all headers; `tag` names the kind on the wire."""
@@ -51,6 +53,11 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     companions: int = 0  #: of the tensors, the last that are no parameters but are averaged with them
     fallback: str = ""  #: why servers keep the momentum, where the mode would have each worker keep its own
     device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
+
+    @property
+    def parsed(self) -> Spec:
+        """The synchronisation mode."""
+        return parse_spec(self.sync)
 
 
 class SavedObject(msgspec.Struct, array_like=True, frozen=True):

@@ -308,7 +308,9 @@ ANYTIME = Mode(
         "divide": choice("divide", ("expected", "actual")),
     },
     machine=lambda worker, last, seconds=None, micro=MICRO, late="drop", **_: DeadlineMachine(micro, late == "keep", last),
-    capabilities=Capabilities(update=MadeOf.ROUND, work=PushedWork.DEADLINE, waits=False),
+    capabilities=lambda seconds=None, micro=MICRO, late="drop", **_: Capabilities(
+        update=MadeOf.ROUND, work=PushedWork.DEADLINE, waits=False, micro=micro, keeps_late=late == "keep"
+    ),
     split=Unsound("stages would end a round after different micro-batches", ("bsp",)),
     price="no stale gradient; batches vary",
 )

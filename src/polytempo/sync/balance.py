@@ -122,6 +122,6 @@ BALANCE = Mode(
         "most": number("a number most of at least 1", lambda most: most >= 1),
     },
     machine=lambda worker, last, micro=0, **_: ShareMachine(micro, last),
-    capabilities=Capabilities(update=MadeOf.ALL, work=PushedWork.SHARE),
+    capabilities=lambda micro=0, **_: Capabilities(update=MadeOf.ALL, work=PushedWork.SHARE, micro=micro),
     split=Unsound("each stage would measure a speed of its own, and cut the joint batch differently", ("bsp",)),
 )

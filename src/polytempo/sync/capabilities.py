@@ -1,4 +1,4 @@
-"""What a mode is, for everything around it: four facts that each mode declares in its own file.
+"""What a mode is, for everything around it: facts that each mode declares in its own file, these four first of all.
 
                pushes       an update is made of     work for a push    waits
     bsp        gradients    all workers' pushes      a batch            yes
@@ -61,6 +61,9 @@ class Capabilities:
     update: MadeOf = MadeOf.EACH
     work: PushedWork = PushedWork.BATCH
     waits: bool = True  #: does a worker wait for the answer to a push before it computes on?
+    ahead: int = 0  #: pushes of a worker that may be under way while it computes the next
+    micro: int = 0  #: micro-batches in a push, on average, where a worker takes whole ones
+    keeps_late: bool = False  #: does a micro-batch that is late count in the round that is open when it is done?
 
     @property
     def rounds(self) -> bool:
@@ -81,6 +84,11 @@ class Capabilities:
     def averages(self) -> bool:
         """Are models averaged, and not gradients?"""
         return self.pushes is Pushes.VALUES
+
+    @property
+    def fetches(self) -> bool:
+        """Does a worker fetch values beside its pushes, between local steps whose gradients it sums?"""
+        return self.work is PushedWork.LOCAL and not self.averages
 
     @property
     def neighbours(self) -> bool:

@@ -96,14 +96,11 @@ DECOUPLED = Capability(
     "models are averaged as they come", lambda spec: spec.capabilities.averages and not spec.capabilities.rounds
 )
 PUSHES_GRADIENTS = Capability("gradients are pushed", lambda spec: spec.capabilities.pushes is Pushes.GRADIENTS)
-FETCHES = Capability(
-    "local steps between pushes and fetches",
-    lambda spec: spec.capabilities.work is PushedWork.LOCAL and not spec.capabilities.averages,
-)
+FETCHES = Capability("local steps between pushes and fetches", lambda spec: spec.capabilities.fetches)
 SHARES = Capability("batches are shares by speed", lambda spec: spec.capabilities.work is PushedWork.SHARE)
 DEADLINES = Capability("rounds end at a deadline", lambda spec: spec.capabilities.work is PushedWork.DEADLINE)
 BY_SPEED = Capability("a worker's work follows its speed", lambda spec: spec.capabilities.by_speed)
-MICRO_BATCHES = Capability("gradients of whole micro-batches are summed", lambda spec: spec.micro > 0)
+MICRO_BATCHES = Capability("gradients of whole micro-batches are summed", lambda spec: spec.capabilities.micro > 0)
 REDUCES = Capability("workers can reduce among themselves", lambda spec: spec.capabilities.reduces)
 NEEDS_SERVERS = Capability(
     "values are on servers", lambda spec: not (spec.capabilities.reduces or spec.capabilities.neighbours)

@@ -54,6 +54,6 @@ DELAY = Mode(
     argument=whole_number("T", at_least=0),
     options=SCALE,
     keeps_momentum=True,
-    capabilities=lambda delay, **options: Capabilities(waits=delay == 0),
+    capabilities=lambda delay, **options: Capabilities(waits=delay == 0, ahead=delay),
     split=None,
 )

@@ -239,7 +239,7 @@ DOWNPOUR = Mode(
         "alpha": positive_number("alpha", "0.1"),
         **SCALE,
     },
-    capabilities=Capabilities(work=PushedWork.LOCAL, waits=False),
+    capabilities=Capabilities(work=PushedWork.LOCAL, waits=False, ahead=1),
     split=Unsound(
         "a stage fetches and pushes on its own, so that stages would compute with different blocks of local steps",
         ("local:8",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from polytempo.errors import SpecError, UsageError
@@ -319,6 +319,7 @@ def mode_examples() -> dict[str, str]:
     return {mode.example: mode.meaning for mode in MODES.values()}
 
 
+@lru_cache(maxsize=256)
 def parse_spec(text: str) -> Spec:
     """Read a synchronisation spec.
 
