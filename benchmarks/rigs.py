@@ -131,6 +131,19 @@ class Rig:
         ended = [server.returncode for server in self.servers if server.poll() is not None]
         raise RigFailed(f"{reason}; a server ended with status {ended[0]}" if ended else reason)
 
+    def cost(self, work: str, variant: str = "") -> tuple[float, float]:
+        """Seconds a round, as `measure` has them, and the CPU seconds of all its processes and servers in that time."""
+        if (work, variant) not in self._rounds:
+            self.measure(work, variant)
+        before = self._cpu_seconds()
+        seconds = self.measure(work, variant)
+        rounds = self._rounds[work, variant]
+        return seconds, (self._cpu_seconds() - before) / (rounds + max(1, rounds // 10))
+
+    def _cpu_seconds(self) -> float:
+        family = [*self._family(), *(psutil.Process(server.pid) for server in self.servers)]
+        return sum(used.user + used.system for used in (member.cpu_times() for member in family))
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Stopped before and after. Our own servers are left alone: the case `idle` says what they use."""

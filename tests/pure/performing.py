@@ -23,7 +23,7 @@ from typing import Any
 from small_jobs import ALIVE, AWAITED, AWAY, DEAD, NO_MODEL, Doing, Interned, Job, Move, World, in_flight, replaced
 
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.events import Joined, Left, Pushed, Ticked
+from polytempo.sync.events import NOT_MEASURED, Joined, Left, Measured, Pushed, Ticked
 from polytempo.sync.machine import (
     Abandon,
     AddStep,
@@ -289,13 +289,17 @@ class Driver:
         (_, part, step, count, seconds, version), *rest = doing.up
         self._change(rank, up=tuple(rest))
         self.pending.append((part, rank, step))
-        loss = 1.0 if self.brings == "values" else None
-        about: tuple[Any, ...] = (1 if self.brings == "gradient" else count, (), count, loss, loss)
-        if self.brings == "share":
-            about = (1, (), 1, None, None, 1.0, seconds, None if self.micro else (0, step))
+        samples, measured = count, NOT_MEASURED
+        if self.brings == "values":
+            measured = Measured(loss=1.0, lr=1.0)
+        elif self.brings == "share":
+            measured = Measured(work=1.0, computed=seconds, drawn=None if self.micro else (0, step))
+            samples = count = 1
         elif self.brings == "batches":
-            about = (count, (), count, None, None, float(count), seconds)
-        self._decide(part, Pushed, (rank, step, *about), version)
+            measured = Measured(work=float(count), computed=seconds)
+        elif self.brings == "gradient":
+            samples = 1
+        self._decide(part, Pushed, (rank, step, samples, (), count, measured), version)
 
     def _tick(self) -> None:
         self.wakes = tuple(at for at in self.wakes if at > self.now)

@@ -32,6 +32,7 @@ from polytempo.sync.machine import (
     Install,
     Leaving,
     Orders,
+    SatOut,
     SendPush,
     StartsAt,
     StepHere,
@@ -108,6 +109,7 @@ class BlockMachine(WorkerMachine):
         self._overlap: float = math.inf if self._takes_early else averaging.overlap
         self.overlaps = bool(self._overlap)
         self._ends = False  # what was made is sent and taken, before any further step
+        self._restarts = False  # and then the turns start anew
 
     @property
     def upcoming(self) -> int:
@@ -132,10 +134,12 @@ class BlockMachine(WorkerMachine):
         if isinstance(event, AllArrived):
             return self._end()
         if isinstance(event, EndBlock):
-            self._ends, self.computes = True, False
+            self._ends, self.computes, self._restarts = True, False, event.restarts
             return self._end_block()
         if isinstance(event, Leaving):
             self.leaving = True
+        elif isinstance(event, SatOut):
+            self._parts[part].due += max(self._period, 1)
         elif isinstance(event, StartsAt):
             self.step = event.made
         elif isinstance(event, Admit):
@@ -244,8 +248,9 @@ class BlockMachine(WorkerMachine):
         elif unsent:
             return [*orders, *self._sends(unsent[:1])]
         self._ends, self.computes = False, True
-        self.turn += -self.turn % len(self._parts)
-        self._start_turns()
+        if self._restarts:
+            self.turn += -self.turn % len(self._parts)
+            self._start_turns()
         return [*orders, COMPUTE]
 
     def _end(self) -> Orders:

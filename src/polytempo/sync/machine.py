@@ -74,6 +74,13 @@ class StartsAt:
 class EndBlock:
     """What was made and not sent is to be sent now: the script wants to see the job's values, or has ended."""
 
+    restarts: bool = False  #: fragments of a model begin a new cycle of turns after it, on all workers
+
+
+@dataclass(slots=True)
+class SatOut:
+    """A round was made to which this worker, which has no more data, has added nothing; its release was told before."""
+
 
 @dataclass(slots=True)
 class Leaving:
@@ -121,6 +128,7 @@ WorkerEvent = (
     | Asked
     | AllArrived
     | EndBlock
+    | SatOut
     | Leaving
     | Requested
     | Replied

@@ -51,6 +51,7 @@ from polytempo.sync.machine import (
     EndBlock,
     Install,
     LoggedMachine,
+    SatOut,
     SendPush,
     StepHere,
     WorkerEvent,
@@ -233,10 +234,10 @@ class LocalStepUpdate(StepUpdate):
             if self._averaging.state == "reset":
                 drop_state(self._wrapped.optimizer)
 
-    def flush(self) -> None:
-        """Send what was not sent yet, and take all that is under way."""
+    def flush(self, restarts: bool = False) -> None:
+        """Send what was not sent yet, and take all that is under way; `restarts`: all workers do so now."""
         with torch.no_grad():
-            self._tell(EndBlock())
+            self._tell(EndBlock(restarts))
             while not self._machine.computes:
                 self._wait()
         if self._watch is not None:
@@ -244,7 +245,7 @@ class LocalStepUpdate(StepUpdate):
 
     def consolidate(self, reducer: Reducer) -> None:
         if self._watch is None:
-            self.flush()
+            self.flush(restarts=True)
             return
         for number, fragment in enumerate(self.fragments):
             newest = self._watch.reducers[number].newest()
@@ -267,8 +268,9 @@ class LocalStepUpdate(StepUpdate):
                 fragment.install()
                 self._count(fragment)
                 number = self.fragments.index(fragment)
-                self._tell(Admit(self._session.rank, fragment.reducer.step), number)
                 self._hear(number)
+                self._tell(SatOut(), number)
+        self.flush(restarts=True)
 
     # Optimizer state beside the wrapped optimizer's.
 
