@@ -6,7 +6,7 @@
     stream.give(work)            so is `work`, inside of that
     done = stream.mark()         done.reached(): has the stream come this far? done.order(): the current stream waits for it
 
-These classes are those of a device that runs what it is given at once: the stand-in. `cuda_stream.py` has a GPU's.
+These classes are those of a device that runs what it is given at once: the stand-in. `cuda_device.py` has a GPU's.
 """
 
 from __future__ import annotations

@@ -30,11 +30,14 @@ from polytempo.horovod.basics import (
 )
 from polytempo.horovod.broadcast_state import (
     allgather_object,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from polytempo.horovod.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
 from polytempo.horovod.compression import Compression
 from polytempo.horovod.distributed_optimizer import DistributedOptimizer
 from polytempo.horovod.errors import DuplicateNameError, HorovodInternalError, MismatchError

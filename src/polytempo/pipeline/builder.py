@@ -7,18 +7,31 @@ subgroups of that one, so ranks outside need not know of it, and pipelines on di
 
     auto                          every rank behind a link of 5 GB/s, about the bandwidth of shared memory between processes
     auto:10Gb/s                   the same with another bandwidth
-    auto:4x4:12GB/s,10Gb/s        a topology (see topology.py), the ranks of a host adjacent
+    auto:4x4:12GB/s,10Gb/s        a topology (see planner.py), the ranks of a host adjacent
 
 The plan uses every rank. Its unit of work is the example, so it should have as many samples as a step.
+
+A pipeline is one axis of a mesh, and knows nothing of the others; they add hooks (`StageHooks`):
+
+    tensor   `prepare_part` replaces layers of this rank's part by their shards; the norm for clipping is over the ranks of
+             the whole replica, where a replicated parameter is counted once; all shards stop at the same step
+    data     the optimizer of a stage is a `DistributedOptimizer` (`stage.py`): nothing of it is in here
+
+Where a stage computes:
+
+    device="cuda:1", torch.device(...), "cpu"      this rank's stage is there
+    device="cuda"                                  GPU `local_rank` of this host, modulo those that this process sees
+    device=["cuda:0", "cuda:0", "cpu"]             one for each stage, the same on every rank
+    device=None                                    where the model is; as "cuda" if the example is on a GPU and it is not
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,7 +39,7 @@ from torch import nn
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
 from polytempo.device.device import Device
-from polytempo.errors import BrokenInvariant, PolytempoError, UsageError, nearest
+from polytempo.errors import BrokenInvariant, PeerError, PolytempoError, UsageError, nearest
 from polytempo.pipeline.actions import ReplicaActions, Schedule, from_text, last_backwards
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.deferred_gradients import DeferredGradients
@@ -34,16 +47,99 @@ from polytempo.pipeline.device_messages import exchange_devices
 from polytempo.pipeline.gradient_sync import Clipping, GradientSync
 from polytempo.pipeline.partition import ModelPart, PartitionPlan, cut, tied, training_only
 from polytempo.pipeline.plan_report import explain
-from polytempo.pipeline.planner import PlannedStage, StagePlan, plan
+from polytempo.pipeline.planner import PlannedStage, StagePlan, Topology, parse_topology, plan
 from polytempo.pipeline.point_to_point import PointToPoint
 from polytempo.pipeline.profiler import profile
 from polytempo.pipeline.runtime import RankLayout, Runtime
 from polytempo.pipeline.schedules import SteadyState, make
 from polytempo.pipeline.stage import Loss, MakeOptimizer, Stage
-from polytempo.pipeline.stage_device import StageDevices, asks_for_gpu, chosen, shared_device
-from polytempo.pipeline.stage_hooks import StageHooks
-from polytempo.pipeline.topology import Topology, parse_topology
 from polytempo.sync.compatibility import Feature, check_features
+
+StageDevice: TypeAlias = torch.device | str | None
+StageDevices: TypeAlias = StageDevice | Sequence[torch.device | str]
+
+
+def chosen(
+    device: StageDevices, stage: int, stages: int, local_rank: int, gpus: int, asks: bool = False
+) -> torch.device | None:
+    """Where a stage computes; None: where its parameters are.
+
+    Args:
+        device: As the user gave it.
+        stage: The number of the stage.
+        stages: How many there are.
+        local_rank: Of this process among those of its host.
+        gpus: How many this process sees.
+        asks: The example is on a GPU and the model is not.
+
+    Raises:
+        UsageError: There is no such device, or a list is not of one device for each stage.
+    """
+    if isinstance(device, Sequence) and not isinstance(device, str):
+        if len(device) != stages:
+            raise UsageError(
+                f"expected a device for each of {stages} stages, got {len(device)}; give {stages}, or one for all"
+            )
+        device = device[stage]
+    if device is None and not asks:
+        return None
+    place = torch.device("cuda" if device is None else device)
+    if place.type != "cuda":
+        return place
+    if not gpus:
+        raise UsageError(f"expected a GPU for device={str(place)!r}, and this process sees none; use device='cpu'")
+    index = local_rank % gpus if place.index is None else place.index
+    if index >= gpus:
+        raise UsageError(f"expected a GPU from cuda:0 to cuda:{gpus - 1}, got {str(place)!r}; see CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", index)
+
+
+def asks_for_gpu(example: Any, parameters: Sequence[torch.Tensor]) -> bool:
+    """Is the example on a GPU, and the model not?"""
+    given = example if isinstance(example, tuple | list) else (example,)
+    there = any(isinstance(value, torch.Tensor) and value.is_cuda for value in given)
+    return there and not any(tensor.is_cuda for tensor in parameters)
+
+
+def shared_device(place: torch.device) -> Device | None:
+    """The device whose memory a stage shares with others: its GPU; None on the CPU, or where the driver refuses."""
+    if place.type != "cuda":
+        return None
+    from polytempo.device.cuda_device import CudaDevice
+
+    try:
+        return CudaDevice(place.index if place.index is not None else torch.cuda.current_device())
+    except PeerError:
+        return None
+
+
+def _counts_all(name: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class StageHooks:
+    """Hooks of one rank; all ranks of a pipeline have the same kinds of them.
+
+    Attributes:
+        prepare_part: Called with this rank's part after the cut, before its optimizer is made.
+        norm_group: The ranks over which the norm of the gradients is taken; None: those of the pipeline.
+        counts: Does this rank add the gradient of a parameter, by its name in the whole model, to that norm?
+        groups: Groups beside those of the pipeline whose ranks are told when this rank fails.
+        agree_to_stop: Called on the last stage at each step of a job with a budget, with what this rank was told; returns
+            what all lanes of the replica were.
+        device: Whose memory this rank shares with other stages; None: that of its GPU, if it has one.
+        title: What lines about the progress call the training; empty: the pipeline.
+    """
+
+    prepare_part: Callable[[ModelPart], None] | None = None
+    norm_group: RankGroup | None = None
+    counts: Callable[[str], bool] = _counts_all
+    groups: tuple[RankGroup, ...] = ()
+    agree_to_stop: Callable[[bool], bool] | None = None
+    device: Device | None = None
+    title: str = ""
+
 
 Cuts = int | Sequence[int] | PartitionPlan
 #: For each set of stages that hold the same parameters, the names of these in this rank's part.

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from polytempo.checkpoints import PARTIAL, digest_of_file, error_text, find_checkpoint, publish, step_name, write_synced
 from polytempo.errors import UsageError
-from polytempo.strategy.portable_state import NamedState
+from polytempo.strategy.state import NamedState
 from polytempo.train.safe_serialization import decode, encode
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"

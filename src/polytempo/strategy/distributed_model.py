@@ -5,11 +5,21 @@ schedule, shards talk inside the layers, and the optimizer of each rank takes it
 other replicas, as the mode says.
 
 State goes in and out as that of the unsplit model (`state.py`, `checkpoint.py`).
+
+What fails on a rank is told to the whole job, and each rank raises what failed first. A pipeline tells the ranks of its
+lane. Here the lanes, tensor groups and replicas of a job are put together: when a rank is lost, ranks that wait for it learn
+so themselves, and end; ranks that wait for these would name the wrong one. Before a rank ends it has told all others the
+cause, and messages come before the end of a link: a rank that sees another end knows why.
+
+A batch must divide into the microbatches, and the ranks of a replica must have the same. The first is checked by each rank
+for itself, so that all refuse alike and nothing is sent. The second in the first steps only, by a digest: a loader that is
+seeded or shared differently on two ranks differs from the first batch on.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,14 +28,14 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import JobEnded, PeerError, PolytempoError, UsageError
+from polytempo.collectives.group import RankGroup
+from polytempo.errors import JobEnded, PeerError, PolytempoError, RankLost, UsageError
 from polytempo.mesh import Mesh, MeshPoint
 from polytempo.pipeline.pipeline import Folder, Pipeline
-from polytempo.strategy.batches import COMPARED_STEPS, checked_rows, compare
+from polytempo.pipeline.point_to_point import PointToPoint
+from polytempo.pipeline.stage_message import rows
 from polytempo.strategy.checkpoint import SavedState, read_checkpoint, write_checkpoint
-from polytempo.strategy.counting import handed_in
 from polytempo.strategy.distribution import Distribution
-from polytempo.strategy.failures import JobFailures
 from polytempo.strategy.state import exchanged
 from polytempo.strategy.strategy import Strategy
 from polytempo.sync.epoch_parts import parts_of
@@ -339,3 +349,102 @@ def moved(out: Any, device: torch.device) -> Any:
     if isinstance(out, torch.Tensor):
         return out.to(device)
     return tuple(moved(one, device) for one in out) if isinstance(out, tuple | list) else out
+
+
+def handed_in(*groups: RankGroup | None) -> int:
+    """Bytes that this rank has handed over so far, in the collectives and single messages of these groups."""
+    own = [group for group in groups if group is not None]
+    return sum(group.engine.messages.handed[group.context + kind] for group in own for kind in (0, 1))
+
+
+class JobFailures:
+    """What has failed first in the job, as far as this rank has been told."""
+
+    def __init__(self, job: RankGroup, mesh: Mesh) -> None:
+        self._job, self._mesh = job, mesh
+        self._board = PointToPoint(job, torch.device("cpu"))
+
+    def cause(self, error: Exception) -> Exception:
+        """The first cause, which may be this error; all other ranks are told."""
+        if self._job.size == 1:
+            return error
+        self._job.engine.read_all()
+        told = self._board.failed
+        if told is not None:
+            return told
+        cause = self._in_words(error)
+        self._board.fail(cause, [self._job])
+        return cause if isinstance(error, PeerError) else error
+
+    def _in_words(self, error: Exception) -> Exception:
+        """The error with the place of the rank that it is about: of the rank that was lost first, or of this one."""
+        own = self._job.engine.rank
+        crashed = self._job.engine.messages.crashed
+        if isinstance(error, PeerError) and crashed:
+            first = min(crashed, key=lambda rank: crashed[rank])
+            return RankLost(f"{self._name(first)} {self._board.loss_of(first)}: {self._name(own)} needs it", (first,))
+        if isinstance(error, PeerError):
+            return error
+        name = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
+        return PeerError(f"{self._name(own)} failed: {name}{' '.join(str(error).split())}")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._mesh.point(rank)})"
+
+
+#: Steps in which the batches of a replica's ranks are compared.
+COMPARED_STEPS = 3
+
+
+def checked_rows(x: Any, y: Any, microbatches: int) -> int:
+    """The number of samples of a batch.
+
+    Raises: UsageError where it does not divide into the microbatches; the text names the nearest sizes."""
+    if x is None and y is None:
+        raise UsageError("expected step(x, y) with the same batch on all ranks of a replica, got None for both")
+    size = rows(x if x is not None else y)
+    if size == 0 or size % microbatches:
+        below = size // microbatches * microbatches
+        near = " or ".join(str(one) for one in (below, below + microbatches) if one)
+        raise UsageError(
+            f"a batch of {size} samples does not divide into {microbatches} microbatches; nearest: a batch of {near} (for a "
+            "DataLoader drop_last=True)"
+        )
+    return size
+
+
+def digest(batch: Any, before: int = 1) -> int:
+    """A figure that differs, but for chance, for batches with different values or shapes; 0 for no batch."""
+    if batch is None:
+        return 0
+    if isinstance(batch, torch.Tensor):
+        plain = batch.detach().cpu().contiguous()
+        found = zlib.crc32(repr((tuple(plain.shape), plain.dtype)).encode(), before)
+        return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+    if isinstance(batch, dict):
+        batch = list(batch.items())
+    if isinstance(batch, tuple | list):
+        for value in batch:
+            before = digest(value, before)
+        return before
+    return zlib.crc32(repr(batch).encode(), before)
+
+
+def compare(replica: RankGroup | None, x: Any, y: Any) -> None:
+    """Refuse batches that differ between the ranks of a replica. A rank may leave out what its stage does not read.
+
+    Raises: UsageError on all of them, naming two ranks."""
+    if replica is None or replica.size == 1:
+        return
+    mine = torch.tensor([digest(x), digest(y)])
+    found = [torch.zeros(2, dtype=torch.int64) for _ in range(replica.size)]
+    replica.all_gather(found, mine).wait()
+    for place, what in enumerate(("inputs", "targets")):
+        given = {rank: int(pair[place]) for rank, pair in zip(replica.ranks, found, strict=True) if int(pair[place])}
+        first = next(iter(given), 0)
+        other = next((rank for rank, figure in given.items() if figure != given[first]), None)
+        if other is not None:
+            raise UsageError(
+                f"ranks {first} and {other} belong to one replica and got different {what}: the ranks of a replica train on "
+                "the same batch; make the sampler inside strategy.scope(), and seed what draws data alike"
+            )

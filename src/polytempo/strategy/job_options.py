@@ -51,7 +51,7 @@ class JobOptions:
         if declared.automatic:
             return declared
         strategy = declared.resolved(workers + self.expect, sync)
-        check_pair(sync, strategy.pipe, strategy.tensor, strategy.schedule)
+        check_pair(strategy.spec, strategy.pipe, strategy.tensor, strategy.schedule)
         return strategy
 
     def _workers(self, strategy: Strategy) -> int:

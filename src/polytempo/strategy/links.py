@@ -12,13 +12,21 @@ measured is not predicted.
                       busy, for memory bandwidth and caches are shared
     action_s          a stage's forward and backward around a layer, less the layer
     cores             that the ranks of a host may use, by their affinity, for each thread of a rank
+
+For plans that are made outside of a job, `measured_machine` starts a short one with this file as its script: its ranks
+measure what lies between them, and rank 0 writes it to a file. The environment of the user counts: threads, affinity, cores.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, thread_time
 
@@ -27,13 +35,14 @@ from torch import nn
 
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
+from polytempo.errors import PolytempoError
 from polytempo.mesh import ReplicaRanks
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, PointToPoint
 from polytempo.pipeline.stage import Stage, drawing_apart
 from polytempo.pipeline.stage_message import StageMessage
-from polytempo.session.session import Session
-from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction
+from polytempo.session.session import Session, current, init, rank, shutdown
+from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction, as_data, from_data
 from polytempo.train.optimizer import DistributedOptimizer
 
 #: Bytes of the messages and reductions that are measured (gradients are large), and seconds that each may take.
@@ -321,3 +330,42 @@ def _action_seconds() -> float:
     action()
     around, alone = (median([_seconds(call) for _ in range(MOST)]) for call in (action, module))
     return max(0.0, around - alone) / 2
+
+
+#: Seconds that the job may take.
+PATIENCE = 300.0
+
+
+def measured_machine(workers: int, link: str | None = None) -> Machine:
+    """Measure a machine by a job of its own.
+
+    Args:
+        workers: The number of processes, all on this host.
+        link: A network between them to emulate, as `polytempo run --link` takes it.
+
+    Returns:
+        What lies between the ranks.
+
+    Raises:
+        PolytempoError: The job has failed; the text is its last line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "machine.json"
+        options = ["-n", str(workers), "-q", *(["--link", link] if link else [])]
+        command = [sys.executable, "-m", "polytempo", "run", *options, __file__, str(file)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        except subprocess.TimeoutExpired:
+            raise PolytempoError(f"measuring the links of {workers} processes took more than {PATIENCE:g} s") from None
+        if done.returncode or not file.exists():
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise PolytempoError(f"measuring the links of {workers} processes failed: {said[-1] if said else 'no output'}")
+        return from_data(json.loads(file.read_text(encoding="utf-8")))[1]
+
+
+if __name__ == "__main__":  # what each rank runs
+    init()
+    found = measure_machine(current().world(), session=current())
+    if rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(as_data([], found)), encoding="utf-8")
+    shutdown()
