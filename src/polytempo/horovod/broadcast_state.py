@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from polytempo.errors import UsageError, WrongType
-from polytempo.horovod.gathers import gather_pieces
 from polytempo.horovod.handles import Handle
 from polytempo.horovod.negotiation import Call, CallKind, CallSteps, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
 from polytempo.horovod.reductions import Reduction, check_tensors, pack, start
+from polytempo.horovod.rows import start_gather
 from polytempo.session import session
 from polytempo.train.broadcast_state import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode, encode_for_all, is_refusal
@@ -318,7 +318,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         encode(obj)
         return [obj]
     data, refusal = encode_for_all(obj)
-    pieces = gather_pieces(torch.frombuffer(bytearray(data), dtype=torch.uint8), name, process_set)
+    gathered, lengths = start_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8), name, process_set).wait()
     if refusal is not None:
         raise refusal
-    return [decode_from(rank, piece.numpy().tobytes()) for rank, piece in zip(process_set.ranks, pieces, strict=True)]
+    pieces = zip(process_set.ranks, gathered.split(lengths), strict=True)
+    return [decode_from(rank, piece.numpy().tobytes()) for rank, piece in pieces]
