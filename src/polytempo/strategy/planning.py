@@ -28,7 +28,6 @@ from polytempo.strategy.explanation import Explanation, explain_impossible, expl
 from polytempo.strategy.links import measure_machine, measured_machine
 from polytempo.strategy.measure import measure_model
 from polytempo.strategy.parallel_plan import ParallelPlan, batch_problem
-from polytempo.strategy.prediction import Prediction, predict
 from polytempo.strategy.search import Profiles, SearchResult, SearchSpace, mesh_problem, needed_profiles, search
 from polytempo.strategy.soundness import check_pair
 from polytempo.strategy.strategy import Strategy
@@ -184,43 +183,27 @@ def explain(
     Raises:
         UsageError: The number of workers is not known, or none of the strategies is possible.
     """
-    size = _workers(strategy, session, world)
+    if session is not None and world in (None, session.size):
+        size = session.size
+    elif world is not None:
+        size = world
+    elif strategy.automatic or strategy.data is None:
+        raise UsageError(f"expected the number of workers for strategy {strategy}; give world=4, or run it in a job")
+    else:
+        size = strategy.data * strategy.each
     job = session.job.spec if session is not None else Strategy().spec
     space = search_space(strategy, planned, size, batch, memory if memory is not None else strategy.memory, job)
     layers = planned.trained_layers()
     if strategy.automatic:
         figures = _measured(planned, session, needed_profiles(space, layers), space, layers)
         return explain_plan(space, figures.profiles, figures.machine, search(space, figures.profiles, figures.machine))
-    plan, problem = _given_plan(strategy, planned, space, layers, stages)
+    plan, problem = given_plan(strategy, planned, space, layers, stages)
     alone = [Mesh(size), Mesh(1, size), Mesh(1, 1, size)]
     pairs = needed_profiles(space, layers, alone) + ([(plan.mesh.tensor, plan.microbatch)] if plan is not None else [])
     figures = _measured(planned, session, dict.fromkeys(pairs or [(1, batch)]), space, layers)
     if plan is None:
         return explain_impossible(space, figures.profiles, figures.machine, str(strategy), problem, strategy.schedule)
     return explain_plan(space, figures.profiles, figures.machine, plan, strategy.schedule)
-
-
-def figures_of(strategies: Iterable[Strategy], planned: PlannedModel, session: Session, batch: int) -> Figures:
-    """What predictions of these strategies need, measured in a job. All ranks call it."""
-    pairs = []
-    for strategy in strategies:
-        resolved = strategy.resolved(session.size, session.job.sync)
-        mesh = resolved.mesh(session.size)
-        pairs.append((mesh.tensor, batch // mesh.data // (resolved.microbatches or resolved.pipe)))
-    space = search_space(Strategy(), planned, session.size, batch, None, session.job.spec)
-    return measured_together(planned, session, dict.fromkeys(pairs), space, planned.trained_layers())
-
-
-def predicted(
-    strategy: Strategy, planned: PlannedModel, figures: Figures, batch: int, stages: tuple[int, ...] | None = None
-) -> Prediction:
-    """What is predicted of a strategy that is possible, as `distribute` would make it."""
-    world = sum(map(len, figures.machine.hosts))
-    space = search_space(strategy, planned, world, batch, None, strategy.spec)
-    plan, problem = _given_plan(strategy, planned, space, planned.trained_layers(), stages)
-    if plan is None:
-        raise UsageError(problem)
-    return predict(plan, figures.profiles[plan.mesh.tensor, plan.microbatch], figures.machine)
 
 
 def search_space(
@@ -249,17 +232,7 @@ def search_space(
     return found_space
 
 
-def _workers(strategy: Strategy, session: Session | None, world: int | None) -> int:
-    if session is not None and world in (None, session.size):
-        return session.size
-    if world is not None:
-        return world
-    if strategy.automatic or strategy.data is None:
-        raise UsageError(f"expected the number of workers for strategy {strategy}; give world=4, or run it in a job")
-    return strategy.data * strategy.each
-
-
-def _given_plan(
+def given_plan(
     strategy: Strategy, planned: PlannedModel, space: SearchSpace, layers: int, stages: tuple[int, ...] | None
 ) -> tuple[ParallelPlan | None, str]:
     """The plan of a strategy as `distribute` would make it; or why it is impossible."""
