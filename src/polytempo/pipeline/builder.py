@@ -113,10 +113,6 @@ def shared_device(place: torch.device) -> Device | None:
         return None
 
 
-def _counts_all(name: str) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class StageHooks:
     """Hooks of one rank; all ranks of a pipeline have the same kinds of them.
@@ -134,7 +130,7 @@ class StageHooks:
 
     prepare_part: Callable[[ModelPart], None] | None = None
     norm_group: RankGroup | None = None
-    counts: Callable[[str], bool] = _counts_all
+    counts: Callable[[str], bool] = lambda name: True
     groups: tuple[RankGroup, ...] = ()
     agree_to_stop: Callable[[bool], bool] | None = None
     device: Device | None = None
@@ -221,7 +217,10 @@ class StageBuilder:
         if self.auto is not None:
             self.stages = self._planned(self.auto, planning, self._place(device, 0, 0, world))
         schedule = self._schedule(planning.size)
-        facts = _checked(schedule)
+        try:
+            facts = check(schedule)
+        except BrokenInvariant as problem:
+            raise UsageError(f"the schedule {schedule.name!r} cannot be run: {problem}") from problem
         self._check_clipping(schedule)
         layout = RankLayout(schedule.replicas, planning.ranks)
         if layout.size != planning.size:
@@ -230,13 +229,16 @@ class StageBuilder:
                 f"{'job' if group is None else 'group'} has {planning.size}; "
                 f"{'start' if group is None else 'give a group of'} {layout.size}, or use other stages or replicas"
             )
-        parts = cut(self.model, self._cuts(schedule), self.example)
+        parts = cut(self.model, self.stages if self.stages is not None else schedule.stages, self.example)
         number, replica = layout.of(world.rank)
         parent = world.new_group(planning.ranks) if group is None else group
         assert parent is not None
         group = world.subgroup(parent, parent.ranks)
         assert group is not None
-        names, tensors, unused = self._described(parts)
+        tensors = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
+        held = [name for stage in tensors for name in stage]
+        state = self.model.state_dict() if isinstance(self.model, nn.Module) else {}
+        whole = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         shared, part = _tied_names(parts, number, schedule), parts[number]
         if self.hooks.prepare_part is not None:
             self.hooks.prepare_part(part)
@@ -249,7 +251,9 @@ class StageBuilder:
         _check_data_axis(stage, schedule, shared)
         if stage.data_axis is not None:
             stage.data_axis.sends_early = not gradient_sync.changes_gradients()
-        p2p = PointToPoint(group, stage.device, self._shared(group, stage.device))
+        shared_memory = self.hooks.device or shared_device(stage.device)
+        peers = exchange_devices(group, shared_memory)  # the ranks with which this stage shares its memory
+        p2p = PointToPoint(group, stage.device, (shared_memory, peers) if shared_memory is not None else None)
         deferred, actions = DeferredGradients(facts.activations[number]), schedule.actions[number][replica]
         steady_state, first = self._steady_state(schedule, number, replica), self._steady_state(schedule, 0, 0)
         lasts = frozenset[int]() if steady_state else last_backwards(actions)
@@ -267,9 +271,9 @@ class StageBuilder:
             steady_state=steady_state,
             # Replicas synchronise at updates: a loss is there only after the minibatches of the other replicas.
             lag=max(first.lag(), max(layout.replicas) - 1) if first is not None else 0,
-            names=names,
+            names=list(whole) if isinstance(self.model, nn.Module) else held,
             tensors=tensors,
-            unused=unused,
+            unused={name: value for name, value in whole.items() if name not in held},
             training_only=training_only(part.module for part in parts),
         )
 
@@ -279,19 +283,11 @@ class StageBuilder:
         """Where a stage computes. `stages` 0: where layers are measured, which is where the first stage is."""
         ranks = next(host for host in world.all_ranks.place.hosts if world.rank in host)
         given: StageDevices = device if isinstance(device, str) or not isinstance(device, Sequence) or stages else device[0]
-        asks = given is None and self.example is not None and asks_for_gpu(self.example, self._tensors())
+        modules = [self.model] if isinstance(self.model, nn.Module) else self.model
+        params = [param for module in modules for param in module.parameters()]
+        asks = given is None and self.example is not None and asks_for_gpu(self.example, params)
         seen = torch.cuda.device_count() if asks or given is not None else 0
         return chosen(given, stage, stages, ranks.index(world.rank), seen, asks)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        modules = [self.model] if isinstance(self.model, nn.Module) else self.model
-        return [param for module in modules for param in module.parameters()]
-
-    def _shared(self, group: RankGroup, place: torch.device) -> tuple[Device, frozenset[int]] | None:
-        """The device whose memory this stage shares, and the ranks with which it does."""
-        device = self.hooks.device or shared_device(place)
-        peers = exchange_devices(group, device)
-        return (device, peers) if device is not None else None
 
     # The schedule.
 
@@ -327,20 +323,17 @@ class StageBuilder:
         return found
 
     def _schedule(self, ranks: int) -> Schedule:
-        if isinstance(self.spec, str) and ":" not in self.spec:
-            return self._by_spec(self.spec, ranks)
-        schedule = self.spec if isinstance(self.spec, Schedule) else from_text(self.spec)
-        for name, asked, has in (
-            ("stages", self._count(schedule.stages), schedule.stages),
-            ("microbatches", self.microbatches, schedule.microbatches),
-            ("replicas", self._replicas(), schedule.replicas),
-        ):
-            if asked is not None and asked != has:
-                raise UsageError(f"the schedule {schedule.name!r} has {name} {has}, not {asked}; leave {name} out")
-        return schedule
-
-    def _by_spec(self, spec: str, ranks: int) -> Schedule:
-        replicas = self._replicas()
+        spec, replicas = self.spec, self._replicas()
+        if not isinstance(spec, str) or ":" in spec:
+            schedule = spec if isinstance(spec, Schedule) else from_text(spec)
+            for name, asked, has in (
+                ("stages", self._count(schedule.stages), schedule.stages),
+                ("microbatches", self.microbatches, schedule.microbatches),
+                ("replicas", replicas, schedule.replicas),
+            ):
+                if asked is not None and asked != has:
+                    raise UsageError(f"the schedule {schedule.name!r} has {name} {has}, not {asked}; leave {name} out")
+            return schedule
         stages = self._count(len(replicas) if replicas is not None else ranks)
         least = sum(replicas) if replicas is not None else stages
         schedule = make(spec, stages, least if self.microbatches is None else self.microbatches, replicas)
@@ -363,9 +356,6 @@ class StageBuilder:
         if isinstance(self.stages, int):
             return self.stages
         return len(self.stages if isinstance(self.stages, Sequence) else self.stages.stages)
-
-    def _cuts(self, schedule: Schedule) -> Cuts:
-        return self.stages if self.stages is not None else schedule.stages
 
     def _steady_state(self, schedule: Schedule, stage: int, replica: int) -> SteadyState | None:
         spec = self.spec
@@ -400,14 +390,6 @@ class StageBuilder:
             first = world.rank == layout.rank(own, 0)
             clipping = Clipping(whole, self.clip_norm, list(mine) if first else [])
         return GradientSync(replicas[own], [(group, own) for group, own in groups if group is not None], clipping)
-
-    def _described(self, parts: list[ModelPart]) -> tuple[list[str], list[TensorShapes], dict[str, torch.Tensor]]:
-        tensors = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
-        held = [name for stage in tensors for name in stage]
-        if not isinstance(self.model, nn.Module):
-            return held, tensors, {}
-        whole = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        return list(whole), tensors, {name: value for name, value in whole.items() if name not in held}
 
 
 def _tied_names(parts: list[ModelPart], own: int, schedule: Schedule) -> TiedNames:
@@ -469,13 +451,6 @@ def _stage(
         device=place,
         alone=schedule.stages == 1,
     )
-
-
-def _checked(schedule: Schedule) -> Facts:
-    try:
-        return check(schedule)
-    except BrokenInvariant as problem:
-        raise UsageError(f"the schedule {schedule.name!r} cannot be run: {problem}") from problem
 
 
 DEFAULT_RATE = "5GB/s"

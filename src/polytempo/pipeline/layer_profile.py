@@ -160,22 +160,17 @@ def _order(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
         after[producer].append(consumer)
     depth = _longest_paths(before)
     final = max((node for node in nodes if not after[node]), key=lambda node: depth[node])
-    needed = _reached(final, before)
+    needed, to_do = {final}, [final]
+    while to_do:
+        more = set(before[to_do.pop()]) - needed
+        needed |= more
+        to_do.extend(more)
     height = _longest_paths({node: [n for n in after[node] if n in needed] for node in nodes if node in needed})
     places: dict[str, tuple[int, int]] = {node: (-height[node], 0) for node in needed}
     for node in sorted((n for n in nodes if n not in needed), key=lambda n: depth[n]):
         rank, side = max((places[n] for n in before[node]), default=(-len(nodes), 0))
         places[node] = (rank, side + 1)
     return sorted(nodes, key=lambda n: places[n])
-
-
-def _reached(start: str, neighbours: Mapping[str, Sequence[str]]) -> set[str]:
-    reached, to_do = {start}, [start]
-    while to_do:
-        found = set(neighbours[to_do.pop()]) - reached
-        reached |= found
-        to_do.extend(found)
-    return reached
 
 
 def _longest_paths(neighbours: Mapping[str, Sequence[str]]) -> dict[str, int]:

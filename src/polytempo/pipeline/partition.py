@@ -161,7 +161,9 @@ class TracedModel:
         self._output = next(node for node in nodes if node.op == "output")
         if not self._nodes:
             raise UsageError(f"{type(model).__name__} computes nothing: there is nothing to cut")
-        self._last_use = self._find_last_uses()
+        self._last_use: dict[fx.Node, int] = {}  # the place of the last operation that needs each value
+        for place, node in enumerate([*self._nodes, self._output]):
+            self._last_use |= dict.fromkeys(node.all_input_nodes, place)
         self._ends = [at for at in range(1, len(self._nodes)) if len(self._passing(at)) == 1] + [len(self._nodes)]
         self._describe()
 
@@ -180,13 +182,6 @@ class TracedModel:
         return ModelPart(module, spreads=True, known=self._known)
 
     # Analysis of the graph.
-
-    def _find_last_uses(self) -> dict[fx.Node, int]:
-        """The place of the last operation that needs each value."""
-        uses: dict[fx.Node, int] = {}
-        for place, node in enumerate([*self._nodes, self._output]):
-            uses |= dict.fromkeys(node.all_input_nodes, place)
-        return uses
 
     def _passing(self, at: int) -> list[fx.Node]:
         """The values that operations from this place on need from before it."""

@@ -35,7 +35,7 @@ from polytempo.pipeline.stage_message import StageMessage, rows, split, stage_in
 from polytempo.pipeline.state import PipelineState
 from polytempo.pipeline.trace_files import write_trace
 from polytempo.pipeline.training import PipelineBudget, TrainingLoop
-from polytempo.session.session import Session, current
+from polytempo.session.session import current
 from polytempo.summation import in_order
 from polytempo.train.communication import Group
 from polytempo.train.progress_reporter import ProgressReporter
@@ -109,8 +109,14 @@ class Pipeline:
     ) -> None:
         session = current()
         self._hooks = _hooks or StageHooks()
+        if group is not None and group.inner is None:
+            ranks = ", ".join(map(str, group.ranks))
+            raise UsageError(
+                f"rank {session.rank} is not in the group of ranks {ranks}; make its pipeline on these ranks only"
+            )
+        members = group.inner if group is not None else None
         builder = StageBuilder(model, stages, schedule, microbatches, replicas, example, clip_norm, _hooks)
-        self._built = builder.build(session.world(), _members(group, session), loss, optimizer, seed, device)
+        self._built = builder.build(session.world(), members, loss, optimizer, seed, device)
         self.schedule, self.facts, self.stage = self._built.schedule, self._built.facts, self._built.stage
         self.microbatches = self._built.microbatches  #: of a batch
         self._broken: Exception | None = None
@@ -344,16 +350,6 @@ class Pipeline:
         return PeerError(f"{own} failed{where}: {name}{' '.join(str(error).split())}")
 
 
-def _members(group: Group | None, session: Session) -> RankGroup | None:
-    """The ranks of a pipeline; None for all."""
-    if group is None:
-        return None
-    if group.inner is None:
-        ranks = ", ".join(map(str, group.ranks))
-        raise UsageError(f"rank {session.rank} is not in the group of ranks {ranks}; make its pipeline on these ranks only")
-    return group.inner
-
-
 def pipeline_title(schedule: Schedule) -> str:
     """For the progress line: `pipeline of 4 stages, 1f1b, 8 microbatches`."""
     stages = f"{schedule.stages} stage{'s' * (schedule.stages != 1)}"
@@ -390,9 +386,9 @@ class Evaluation:
         """The outputs for a batch, on the first replica of the last stage; None elsewhere."""
         found: dict[int, Any] = {}
         self._through(x, found.__setitem__)
-        gathered = self._gathered(found) if self._stage.number == self._last else None
+        outputs = self._gathered(found) if self._stage.number == self._last else None
         self._reduced()
-        return gathered
+        return outputs
 
     def _through(self, x: Any, finish: Callable[[int, Any], object]) -> None:
         """Run all pieces of this rank; at the last stage, call `finish` with each number and output."""

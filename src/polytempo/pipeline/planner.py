@@ -162,7 +162,13 @@ def plan(
     search = _Search(profile, FORMULAS[formula](memory), straight)
     seconds, levels = _best(search, choices)
     if seconds == math.inf:
-        raise _too_little_memory(profile, choices, straight, memory)
+        search = _Search(profile, LeastMemory(), straight)
+        least, levels = _best(search, choices)
+        config = "-".join(str(stage.replicas) for stage in search.stages(levels))
+        raise UsageError(
+            f"no plan for {profile.model} fits into memory={memory or 0.0:.0f} bytes a device; the least that any needs is "
+            f"{math.ceil(least)} (stages {config}, say); give that much, or profile smaller minibatches"
+        )
     data_parallel = min(_data_parallel(search.layers, view, FORMULAS[formula]()) for view in views)
     stages = _described(search.layers, search.stages(levels), FORMULAS[formula]())
     needed = search.layers.memory(0, search.layers.count - 1, 1)
@@ -172,8 +178,12 @@ def plan(
 def _choices(profile: Profile, views: list[Topology], straight: bool, use_all: bool) -> list[tuple[Level, ...]]:
     """The levels to search: those of each view of the topology, or also all with fewer components."""
     topology, choices = views[0], [view.levels for view in views]
-    if not use_all:
-        choices = [fewer for levels in choices for fewer in _fewer(levels)]
+    if not use_all:  # these levels and all that have fewer components in some, the most components first
+        choices = [
+            tuple(replace(level, count=n) for level, n in zip(levels, counts, strict=True))
+            for levels in choices
+            for counts in product(*(range(level.count, 0, -1) for level in levels))
+        ]
     possible = [levels for levels in choices if not straight or Topology(levels).devices <= len(profile.layers)]
     if not possible:
         raise UsageError(
@@ -183,30 +193,12 @@ def _choices(profile: Profile, views: list[Topology], straight: bool, use_all: b
     return possible
 
 
-def _fewer(levels: tuple[Level, ...]) -> list[tuple[Level, ...]]:
-    """These levels and all that have fewer components in some, the most components first."""
-    counts = product(*(range(level.count, 0, -1) for level in levels))
-    return [tuple(replace(level, count=n) for level, n in zip(levels, chosen, strict=True)) for chosen in counts]
-
-
 def _best(search: _Search, choices: list[tuple[Level, ...]]) -> tuple[float, tuple[Level, ...]]:
     """The best value and its levels; of equally good ones those with fewer stages, then the first."""
     values = [search.value(levels) for levels in choices]
     best = min(values)
     equal = [levels for value, levels in zip(values, choices, strict=True) if best < math.inf and value <= best * _ROUNDING]
     return best, min(equal, key=lambda levels: len(search.stages(levels)), default=choices[0])
-
-
-def _too_little_memory(
-    profile: Profile, choices: list[tuple[Level, ...]], straight: bool, memory: float | None
-) -> UsageError:
-    search = _Search(profile, LeastMemory(), straight)
-    least, levels = _best(search, choices)
-    config = "-".join(str(stage.replicas) for stage in search.stages(levels))
-    return UsageError(
-        f"no plan for {profile.model} fits into memory={memory or 0.0:.0f} bytes a device; the least that any needs is "
-        f"{math.ceil(least)} (stages {config}, say); give that much, or profile smaller minibatches"
-    )
 
 
 @dataclass(frozen=True)
@@ -301,23 +293,21 @@ class _Table:
         """T by last and first layer, of the stage on the last `replicas` of the first `components` components."""
         behind = self._level.count - components if self._search.formula.limited else 0
         key = (replicas, behind)
-        if key not in self._stages:
-            self._stages[key] = self._all_stages(replicas, behind)
-        return self._stages[key]
-
-    def _all_stages(self, replicas: int, behind: int) -> list[list[float]]:
+        if key in self._stages:
+            return self._stages[key]
         layers, formula, bandwidth = self._search.layers, self._search.formula, self._level.bandwidth
         if self._below:
             inside = self._inside(replicas, behind).best
         else:
             inside = partial(formula.alone, layers, minibatches=minibatches_in_flight(replicas, behind + self._behind))
-        return [
+        self._stages[key] = [
             [
                 formula.replicated(inside(first, last), layers.weights(first, last), replicas, bandwidth)
                 for first in range(last + 1)
             ]
             for last in range(layers.count)
         ]
+        return self._stages[key]
 
     def _inside(self, replicas: int, behind: int) -> _Table:
         """The table of the level below, for components of a stage with `behind` components of this level behind it."""

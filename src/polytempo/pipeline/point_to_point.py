@@ -114,7 +114,8 @@ class PointToPoint:
         try:
             data, segment = self._written(to, outgoing, form, message)
         except (OSError, MemoryError) as error:
-            self._do_without(to, form.size, error)
+            del self._blocks[to]  # from now on without
+            warn_unshared(f"rank {self._engine.rank} cannot share {form.size} bytes of memory with rank {to}", error)
             outgoing.form = None  # to be announced again
             outgoing.count -= bool(announcement)  # it was not sent
             return self.send(to, kind, message)
@@ -162,10 +163,6 @@ class PointToPoint:
         data = self._pool.take(len(reference))
         data[:] = memoryview(reference)
         return data
-
-    def _do_without(self, to: int, size: int, error: Exception) -> None:
-        del self._blocks[to]
-        warn_unshared(f"rank {self._engine.rank} cannot share {size} bytes of memory with rank {to}", error)
 
     def _send(
         self, to: int, kind: int, count: int, data: Bytes, announcement: bytes, segment: tuple[int, Segment] | None

@@ -82,9 +82,11 @@ def measure_parts(
     """Measure parts by name, each on what the one before gave, when it is asked for. `seconds`: repeats end when this share
     of time for each part is used up."""
     value: Any = inputs if parts[0][1].spreads or len(inputs) > 1 else inputs[0]
-    gpus = _gpus([part for _, part in parts], device)
+    # The devices whose random generators the model may use.
+    places = {param.device for _, part in parts for _, param in part.parameters()}
+    places |= {torch.device(device)} if device is not None else set()
     for name, part in parts:
-        with torch.random.fork_rng(devices=gpus):
+        with torch.random.fork_rng(devices=[place for place in places if place.type == "cuda"]):
             measured, value = _measured_or_refused(name, part, value, repeats, device, seconds)
         yield measured
 
@@ -97,18 +99,14 @@ def _samples(inputs: Sequence[Any]) -> int:
     return int(first.shape[0])
 
 
-def _gpus(parts: Sequence[ModelPart], device: Device) -> list[torch.device]:
-    """The devices whose random generators the model may use."""
-    found = {param.device for part in parts for _, param in part.parameters()}
-    return [one for one in found | ({torch.device(device)} if device is not None else set()) if one.type == "cuda"]
-
-
 def _measured_or_refused(
     name: str, part: ModelPart, value: Any, repeats: int, device: Device, seconds: float | None
 ) -> tuple[MeasuredPart, Any]:
     try:
         with _borrowed(part.module, device):
-            return _measured(name, part, _moved(value, device), repeats, seconds)
+            if device is not None:
+                value = mapped_tensors(lambda one: one.detach().to(device).requires_grad_(one.requires_grad), value)
+            return _measured(name, part, value, repeats, seconds)
     except PolytempoError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as problem:
@@ -123,8 +121,13 @@ def _measured_or_refused(
 def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: float | None) -> tuple[MeasuredPart, Any]:
     """The costs and outputs of a layer."""
     params = {param: None for _, param in part.parameters()}
-    made: dict[int, int] = {}
-    with _saving(made):
+    made: dict[int, int] = {}  # the memory that autograd saves for backward
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        made.update([_memory(tensor)])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         inputs = _fresh(value, part.changes_its_input())
         output = _called(part, inputs)
     given = dict(_memory(tensor) for tensor in tensors_in(inputs))
@@ -235,18 +238,6 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def _saving(made: dict[int, int]) -> Iterator[None]:
-    """Collects the memory that autograd saves for backward."""
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        made.update([_memory(tensor)])
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield
-
-
-@contextmanager
 def _borrowed(module: nn.Module, device: Device) -> Iterator[None]:
     """A layer on a device and without gradients; afterwards its device and gradients are restored."""
     params = [(param, param.data, param.grad) for param in module.parameters()]
@@ -301,9 +292,3 @@ def _fresh(value: Any, copied: bool) -> Any:
         return leaf.clone() if copied else leaf
 
     return mapped_tensors(change, value)
-
-
-def _moved(value: Any, device: Device) -> Any:
-    if device is None:
-        return value
-    return mapped_tensors(lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad), value)

@@ -18,6 +18,7 @@ from typing import Any
 
 from polytempo.pipeline.builder import StageBuild
 from polytempo.pipeline.point_to_point import LOSS
+from polytempo.pipeline.schedules import SteadyState
 from polytempo.pipeline.stage_message import StageMessage, split, stage_inputs
 from polytempo.session.session import Session
 from polytempo.summation import in_order
@@ -71,9 +72,8 @@ class TrainingLoop:
 
     def step(self, x: Any, y: Any) -> float | None:
         """Train on a batch; its loss, or, without flushes, that of the batch `lag` calls before."""
-        return self._whole_step(x, y) if self._built.steady_state is None else self._feed(x, y)
-
-    def _whole_step(self, x: Any, y: Any) -> float:
+        if self._built.steady_state is not None:
+            return self._feed(self._built.steady_state, x, y)
         self._hand_in(range(self._built.microbatches), x, y)
         self._runtime.run(self._built.actions, self.base)
         loss = self._mean_loss()
@@ -82,13 +82,12 @@ class TrainingLoop:
         self.base += self._built.microbatches
         return loss
 
-    def _feed(self, x: Any, y: Any) -> float | None:
-        assert self._built.steady_state is not None
+    def _feed(self, steady_state: SteadyState, x: Any, y: Any) -> float | None:
         number, lag = self.in_flight, self._built.lag
         self.in_flight += 1
         self.steps += 1
         self._hand_in([number], x, y)
-        self._runtime.run(self._built.steady_state.call(number), self.base)
+        self._runtime.run(steady_state.call(number), self.base)
         losses, examples = self._take_losses()
         for found, loss in losses.items():
             self._send_loss(self.base + found, loss, self._budget.used_up(examples[found]))

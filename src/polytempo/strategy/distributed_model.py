@@ -247,7 +247,10 @@ class DistributedModel:
             replicas = exchanged(self._groups.job, mine)[::each]
             names = dict.fromkeys(name for of_replica in replicas for name in of_replica)
             positions = parts_of({name: [one.get(name) for one in replicas] for name in names}, self._earlier)
-            said, ranks = "", self._own_state() if self.optimizer.spec.at_workers else []
+            said, ranks = "", []
+            if self.optimizer.spec.at_workers:  # of all ranks what is their own: state that no server has, outer momentum
+                own = self.optimizer.state_dict()
+                ranks = exchanged(self._groups.job, {name: own[name] for name in ("state", "outer") if name in own})
             if self.point.data == 0:
                 model = self._state.gather()
                 optimizer = self._state.gather_optimizer(self.optimizer.state_dict(), self._made.names)
@@ -288,11 +291,6 @@ class DistributedModel:
         extra: dict[str, Any] = saved.facts.get("extra", {})
         return extra
 
-    def _own_state(self) -> list[Any]:
-        """Of all ranks what is their own: optimizer state that no server has, and outer momentum."""
-        mine = self.optimizer.state_dict()
-        return exchanged(self._groups.job, {name: mine[name] for name in ("state", "outer") if name in mine})
-
     def _holds(self, state: dict[str, torch.Tensor]) -> bool:
         """Are these the values of the model, on every rank? Some modes take values only when the optimizer is made."""
         if self.strategy.is_split:
@@ -332,15 +330,10 @@ class DistributedModel:
             yield
         except JobEnded:
             raise
-        except (PolytempoError, RuntimeError) as error:
-            cause = self._failures.cause(error)
-            if cause is error:
-                raise
-            if isinstance(error, PeerError):
-                raise cause from None
-            raise
         except Exception as error:
-            self._failures.cause(error)
+            cause = self._failures.cause(error)
+            if cause is not error and isinstance(error, PeerError):
+                raise cause from None
             raise
 
 
@@ -372,21 +365,16 @@ class JobFailures:
         told = self._board.failed
         if told is not None:
             return told
-        cause = self._in_words(error)
+        # In words, with the place of the rank that it is about: of the rank that was lost first, or of this one.
+        own, crashed, cause = self._name(self._job.engine.rank), self._job.engine.messages.crashed, error
+        if not isinstance(error, PeerError):
+            name = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
+            cause = PeerError(f"{own} failed: {name}{' '.join(str(error).split())}")
+        elif crashed:
+            first = min(crashed, key=lambda rank: crashed[rank])
+            cause = RankLost(f"{self._name(first)} {self._board.loss_of(first)}: {own} needs it", (first,))
         self._board.fail(cause, [self._job])
         return cause if isinstance(error, PeerError) else error
-
-    def _in_words(self, error: Exception) -> Exception:
-        """The error with the place of the rank that it is about: of the rank that was lost first, or of this one."""
-        own = self._job.engine.rank
-        crashed = self._job.engine.messages.crashed
-        if isinstance(error, PeerError) and crashed:
-            first = min(crashed, key=lambda rank: crashed[rank])
-            return RankLost(f"{self._name(first)} {self._board.loss_of(first)}: {self._name(own)} needs it", (first,))
-        if isinstance(error, PeerError):
-            return error
-        name = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
-        return PeerError(f"{self._name(own)} failed: {name}{' '.join(str(error).split())}")
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._mesh.point(rank)})"

@@ -29,7 +29,7 @@ from polytempo.pipeline.partition import ModelPart, PartitionPlan, cut, tied
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.session.session import Session
-from polytempo.strategy.parallel_plan import axes
+from polytempo.strategy.parallel_plan import axes_text
 from polytempo.strategy.soundness import check_pair, check_tied
 from polytempo.strategy.state import SpreadState, UnsplitModel, exchanged
 from polytempo.strategy.strategy import Strategy
@@ -191,7 +191,7 @@ class _StageMaker:
             counts=lambda name: self.point.tensor == 0 or name in self.plan.sharding,
             groups=(shards,) if shards is not None else (),
             agree_to_stop=functools.partial(_agreed, shards) if shards is not None else None,
-            title=_spread_in_words(self.mesh) if self.mesh.pipe == 1 else "",
+            title=axes_text(self.mesh) if self.mesh.pipe == 1 else "",
         )
 
     def prepare(self, part: ModelPart) -> None:
@@ -231,10 +231,6 @@ def _agreed(shards: RankGroup, told: bool) -> bool:
     flag = torch.tensor([int(told)])
     shards.broadcast([flag], 0).wait()
     return bool(flag)
-
-
-def _spread_in_words(mesh: Mesh) -> str:
-    return ",".join(f"{name}={ranks}" for name, ranks in axes(mesh) if ranks > 1) or "data=1"
 
 
 def _start_alike(job: RankGroup, model: nn.Module, strategy: Strategy) -> None:

@@ -388,17 +388,13 @@ class FitRun:
             self._call("on_evaluation")
             if over:
                 self._call("on_epoch")
-            self._agree_to_stop()
+            if self.callbacks and not self.history.stopped:  # they have just been called, on all ranks
+                asked = torch.tensor([float(self._asked)])
+                all_reduce(asked)
+                self.history.stopped = "callback" if asked.item() else ""
             losses = 0.0, 0.0
         if self.folder is not None and (saves or better or self.history.stopped):
             self._save(self.folder, position, losses, better)
-
-    def _agree_to_stop(self) -> None:
-        """Callbacks have just been called, on all ranks."""
-        if self.callbacks and not self.history.stopped:
-            asked = torch.tensor([float(self._asked)])
-            all_reduce(asked)
-            self.history.stopped = "callback" if asked.item() else ""
 
     def _add_row(self, epoch: int, loss: float) -> bool:
         """Evaluate, and add a row to the history; is it the best?"""

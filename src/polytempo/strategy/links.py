@@ -68,38 +68,31 @@ def measure_machine(world: World, work: Callable[[], object] | None = None, sess
         The machine, as predictions need it.
     """
     with drawing_apart(torch.device("cpu")):
-        return _measured(world, work or _perceptron(), session)
-
-
-def _measured(world: World, work: Callable[[], object], session: Session | None) -> Machine:
-    group = world.new_group(range(world.size))
-    assert group is not None
-    hosts = tuple(tuple(host) for host in world.hosts)
-    neighbours = next((host[:2] for host in hosts if len(host) > 1), None)
-    between = _link(group, (hosts[0][0], hosts[1][0])) if len(hosts) > 1 else None
-    inside = _link(group, neighbours) if neighbours is not None else between
-    cores = _cores(group, hosts)
-    sizes = [size for size in range(2, world.size + 1) if world.size % size == 0]
-    reductions = [one for size in sizes for one in _tensor_reductions(world, group, size)]
-    if session is not None and session.job.spec.capabilities.common:
-        reductions += [one for size in sizes for one in _data_reductions(session, group, size)]
-    return Machine(
-        hosts=hosts,
-        cores=cores,
-        inside=inside or MeasuredLink(0.0, 0.0),  # one rank has no link
-        between=between,
-        reduce_inside=_of_two(reductions, "tensor", 1),
-        reduce_between=_of_two(reductions, "tensor", 2),
-        contention=_contention(group, hosts, cores, work),
-        action_s=_agreed(group, _action_seconds(), group.ranks[0]),
-        data_inside=_of_two(reductions, "data", 1),
-        data_between=_of_two(reductions, "data", 2),
-        reductions=tuple(reductions),
-    )
-
-
-def _of_two(reductions: Sequence[MeasuredReduction], axis: str, hosts: int) -> MeasuredLink | None:
-    return next((one.link for one in reductions if (one.axis, one.ranks, one.hosts) == (axis, 2, hosts)), None)
+        group = world.new_group(range(world.size))
+        assert group is not None
+        hosts = tuple(tuple(host) for host in world.hosts)
+        neighbours = next((host[:2] for host in hosts if len(host) > 1), None)
+        between = _link(group, (hosts[0][0], hosts[1][0])) if len(hosts) > 1 else None
+        inside = _link(group, neighbours) if neighbours is not None else between
+        cores = _cores(group, hosts)
+        sizes = [size for size in range(2, world.size + 1) if world.size % size == 0]
+        reductions = [one for size in sizes for one in _tensor_reductions(world, group, size)]
+        if session is not None and session.job.spec.capabilities.common:
+            reductions += [one for size in sizes for one in _data_reductions(session, group, size)]
+        of_two = {(one.axis, one.hosts): one.link for one in reductions if one.ranks == 2}
+        return Machine(
+            hosts=hosts,
+            cores=cores,
+            inside=inside or MeasuredLink(0.0, 0.0),  # one rank has no link
+            between=between,
+            reduce_inside=of_two.get(("tensor", 1)),
+            reduce_between=of_two.get(("tensor", 2)),
+            contention=_contention(group, hosts, cores, work or _perceptron()),
+            action_s=_gathered(group, _action_seconds())[0][0],  # of the first rank, on every rank
+            data_inside=of_two.get(("data", 1)),
+            data_between=of_two.get(("data", 2)),
+            reductions=tuple(reductions),
+        )
 
 
 # What all ranks know.
@@ -111,11 +104,6 @@ def _gathered(group: RankGroup, *values: float) -> list[list[float]]:
     rows = [torch.empty_like(mine) for _ in range(group.size)]
     group.all_gather(rows, mine).wait()
     return [row.tolist() for row in rows]
-
-
-def _agreed(group: RankGroup, value: float, rank: int) -> float:
-    """The figure of one rank, on every rank."""
-    return _gathered(group, value)[group.ranks.index(rank)][0]
 
 
 def _cores(group: RankGroup, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:

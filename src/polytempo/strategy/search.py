@@ -63,26 +63,17 @@ def _search(like: ParallelPlan, profile: ModelProfile, cost: StageCost) -> tuple
     best: dict[int, tuple[_Cost, tuple[int, ...]]] = {0: ((0.0, 0.0), ())}
     for stage in range(stages):
         ends = range(stage + 1, count - (stages - stage - 1) + 1) if stage < stages - 1 else range(count, count + 1)
-        best = {end: _best_end(best, end, stage, profile, cost) for end in ends}
+        before, best = best, {}
+        for end in ends:
+            found: tuple[_Cost, tuple[int, ...]] = ((math.inf, math.inf), ())
+            for first, ((slowest, passed), cuts) in before.items():
+                if first < end:
+                    value = max(slowest, cost(stage, first, end))
+                    through = passed + (profile.layers[first - 1].layer.activation_bytes if first else 0.0)
+                    found = min(found, ((value, through), (*cuts, first) if first else cuts))
+            best[end] = found
     (slowest, _), cuts = best[count]
     return None if slowest == math.inf else tuple(end - first for first, end in zip((0, *cuts), (*cuts, count), strict=True))
-
-
-def _best_end(
-    best: dict[int, tuple[_Cost, tuple[int, ...]]],
-    end: int,
-    stage: int,
-    profile: ModelProfile,
-    cost: StageCost,
-) -> tuple[_Cost, tuple[int, ...]]:
-    found: tuple[_Cost, tuple[int, ...]] = ((math.inf, math.inf), ())
-    for first, ((slowest, passed), cuts) in best.items():
-        if first >= end:
-            continue
-        value = max(slowest, cost(stage, first, end))
-        through = passed + (profile.layers[first - 1].layer.activation_bytes if first else 0.0)
-        found = min(found, ((value, through), (*cuts, first) if first else cuts))
-    return found
 
 
 class StageSums:
@@ -91,16 +82,14 @@ class StageSums:
     def __init__(self, like: ParallelPlan, profile: ModelProfile, machine: Machine) -> None:
         self._like, self._profile, self._machine = like, profile, machine
         self._group = like.mesh.data_group(0)
-        self._sums = {
-            "seconds": self._running([self._seconds(held) for held in profile.layers]),
-            "weights": self._running([held.layer.weight_bytes for held in profile.layers]),
-            "gradients": self._running([held.gradient_bytes for held in profile.layers]),
-            "state": self._running([held.state_bytes for held in profile.layers]),
-            "kept": self._running([held.layer.kept_bytes for held in profile.layers]),
+        values: dict[str, list[float]] = {
+            "seconds": [self._seconds(held) for held in profile.layers],
+            "weights": [held.layer.weight_bytes for held in profile.layers],
+            "gradients": [held.gradient_bytes for held in profile.layers],
+            "state": [held.state_bytes for held in profile.layers],
+            "kept": [held.layer.kept_bytes for held in profile.layers],
         }
-
-    def _running(self, values: list[float]) -> list[float]:
-        return [0.0, *accumulate(values)]
+        self._sums = {what: [0.0, *accumulate(those)] for what, those in values.items()}
 
     def _of(self, what: str, first: int, end: int) -> float:
         return self._sums[what][end] - self._sums[what][first]
@@ -172,6 +161,11 @@ class SearchSpace:
     #: Why a mesh is impossible for this model and mode; None where it is possible.
     problem: Callable[[Mesh], str | None] = lambda mesh: None
 
+    @property
+    def limit(self) -> float:
+        """The bytes that a rank may need."""
+        return math.inf if self.memory is None else self.memory
+
 
 @dataclass(frozen=True)
 class ImpossibleMesh:
@@ -234,11 +228,10 @@ def microbatch_counts(space: SearchSpace, mesh: Mesh) -> list[int]:
     if space.microbatches is not None:
         return [space.microbatches]
     samples = space.batch // mesh.data
-    wanted = (
-        [mesh.pipe * count for count in PER_STAGE]
-        if mesh.pipe > 1
-        else list(ACCUMULATED[: 1 if space.memory is None else None])
-    )
+    if mesh.pipe > 1:
+        wanted = [mesh.pipe * count for count in PER_STAGE]
+    else:
+        wanted = list(ACCUMULATED if space.memory is not None else ACCUMULATED[:1])
     possible = divisors(samples)
     return sorted({max(count for count in possible if count <= most) for most in wanted})
 
@@ -290,14 +283,9 @@ def _candidate(space: SearchSpace, like: ParallelPlan, profiles: Profiles, machi
     profile = profiles[like.mesh.tensor, like.microbatch]
     stages = balanced_stages(like, profile, machine, space.memory) or leanest_stages(like, profile, machine)
     plan = replace(like, layers=stages)
-    memory = max(one.total for one in memory_needed(plan, profile))
-    return _Candidate(plan, profile, _bound(plan, profile, machine), memory)
-
-
-def _bound(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> float:
     sums, ends = StageSums(plan, profile, machine), [0, *accumulate(plan.layers)]
-    stages = [sums.seconds(stage, *ends[stage : stage + 2]) for stage in range(plan.mesh.pipe)]
-    return max(stages)
+    bound = max(sums.seconds(stage, *ends[stage : stage + 2]) for stage in range(plan.mesh.pipe))
+    return _Candidate(plan, profile, bound, max(one.total for one in memory_needed(plan, profile)))
 
 
 def best_of_mesh(
@@ -305,7 +293,7 @@ def best_of_mesh(
 ) -> Prediction:
     """The fastest plan of a possible mesh that fits; where none does, the one that needs the least memory."""
     found = [_candidate(space, like, profiles, machine) for like in plans(space, mesh, schedules or space.schedules)]
-    fitting = [one for one in found if one.memory <= _limit(space)]
+    fitting = [one for one in found if one.memory <= space.limit]
     if not fitting:
         return min(found, key=lambda one: one.memory).predicted(machine)
     return min((one.predicted(machine) for one in fitting), key=lambda one: one.seconds)
@@ -328,7 +316,7 @@ def search(space: SearchSpace, profiles: Profiles, machine: Machine) -> SearchRe
     if not found:
         reasons = "; ".join(dict.fromkeys(one.reason for one in refused))
         raise UsageError(f"no strategy is possible for {space.world} ranks: {reasons}")
-    fitting = [one for one in found if one.memory <= _limit(space)]
+    fitting = [one for one in found if one.memory <= space.limit]
     if not fitting:
         least = min(found, key=lambda one: one.memory)
         raise UsageError(
@@ -336,7 +324,7 @@ def search(space: SearchSpace, profiles: Profiles, machine: Machine) -> SearchRe
             f"needs is {written_bytes(least.memory)} ({least.plan}); give that much, more ranks, or a smaller batch"
         )
     best, second = _best_two(fitting, machine)
-    larger = [one for one in found if one.memory > _limit(space) and one.bound < best.seconds]
+    larger = [one for one in found if one.memory > space.limit and one.bound < best.seconds]
     nearest = min(larger, key=lambda one: one.bound, default=None)
     too_large = nearest.predicted(machine) if nearest is not None else None
     if too_large is not None and too_large.seconds >= best.seconds:
@@ -347,21 +335,11 @@ def search(space: SearchSpace, profiles: Profiles, machine: Machine) -> SearchRe
 def _best_two(candidates: Sequence[_Candidate], machine: Machine) -> tuple[Prediction, Prediction | None]:
     """The best, and the best of another mesh (or else of the same)."""
     order = {one.plan: number for number, one in enumerate(candidates)}
-    predicted: list[Prediction] = []
+    ranked: list[Prediction] = []
+    others: list[Prediction] = []  # than the best, those of another mesh if there are any
     for one in sorted(candidates, key=lambda one: one.bound):
-        if predicted:
-            best, second = _first_two(predicted, order)
-            if second is not None and second.plan.mesh != best.plan.mesh and one.bound > second.seconds:
-                break
-        predicted.append(one.predicted(machine))
-    return _first_two(predicted, order)
-
-
-def _first_two(predicted: Sequence[Prediction], order: Mapping[ParallelPlan, int]) -> tuple[Prediction, Prediction | None]:
-    ranked = sorted(predicted, key=lambda one: (one.seconds, order[one.plan]))
-    others = [one for one in ranked[1:] if one.plan.mesh != ranked[0].plan.mesh] or ranked[1:]
+        if others and others[0].plan.mesh != ranked[0].plan.mesh and one.bound > others[0].seconds:
+            break
+        ranked = sorted([*ranked, one.predicted(machine)], key=lambda one: (one.seconds, order[one.plan]))
+        others = [one for one in ranked[1:] if one.plan.mesh != ranked[0].plan.mesh] or ranked[1:]
     return ranked[0], others[0] if others else None
-
-
-def _limit(space: SearchSpace) -> float:
-    return math.inf if space.memory is None else space.memory

@@ -226,12 +226,10 @@ class SpreadState:
             for name, value in self.unused.items():
                 value.copy_(state[name])
             for name, value in self.own().items():
-                value.copy_(self._share(name, state[name]))
-
-    def _share(self, name: str, value: Tensor) -> Tensor:
-        if self.shards is None or name not in self.shardings:
-            return value
-        return self.shardings[name].shard(value, self.shards.rank, self.shards.size)
+                share = state[name]
+                if self.shards is not None and name in self.shardings:
+                    share = self.shardings[name].shard(share, self.shards.rank, self.shards.size)
+                value.copy_(share)
 
     # The optimizer.
 

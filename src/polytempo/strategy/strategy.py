@@ -126,7 +126,7 @@ class Strategy:
         last = ""
         for item in items:
             last = _take_item(item, last, given, text)
-        return replace(base, **{name: _value(name, value) for name, value in given.items()})
+        return replace(base, **{name: READERS[name](value) for name, value in given.items()})
 
     def __str__(self) -> str:
         shown = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) != _DEFAULTS[name]]
@@ -523,10 +523,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     "via": str,
     "memory": lambda value: parse_size(value, "a memory limit"),
 }
-
-
-def _value(name: str, value: str) -> Any:
-    return READERS[name](value)
 
 
 def _axes(data: int | None, pipe: int, tensor: int) -> str:
