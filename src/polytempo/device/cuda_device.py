@@ -1,4 +1,4 @@
-"""A GPU: memory by CUDA IPC, fences by stream memory operations. Its streams (`stream.py`) are torch's, of high priority, so
+"""A GPU: memory by CUDA IPC, fences by stream memory operations. Its streams are torch's, of high priority, so
 that other ranks wait for them no longer than they must.
 """
 
@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
+from polytempo.device.device import SPACING, Device, DeviceMemory, DeviceStream, Fences, StreamPoint
 from polytempo.device.driver import CudaDriver, DriverError
 from polytempo.device.pinned_memory import HostPins
-from polytempo.device.stream import DeviceStream, StreamPoint
 from polytempo.device.weighted_sum import DTYPES, TERMS, WeightedSum, sum_by_torch
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
