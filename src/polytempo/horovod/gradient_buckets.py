@@ -196,10 +196,9 @@ class GradientReducer:
         grouped = bucket_indices(self._params, self._apart)
         self._buckets = [GradientBucket([self._params[index] for index in bucket], self._options) for bucket in grouped]
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
-        self._scheduler = BucketScheduler(grouped, self._launch, self._stamp, in_order=True)
-
-    def _stamp(self, index: int) -> GradientStamp:
-        return GradientStamp(self._params[index].grad)
+        self._scheduler = BucketScheduler(
+            grouped, self._launch, lambda index: GradientStamp(self._params[index].grad), in_order=True
+        )
 
     # While backward runs.
 

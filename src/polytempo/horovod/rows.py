@@ -414,7 +414,6 @@ Splits: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | None
 
 
 def _splits(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
-    """The number of rows for each rank."""
     if tensor.dim() == 0:
         raise UsageError("alltoall needs a tensor with a first dimension, got a single number; use tensor.reshape(1)")
     rows = len(tensor)

@@ -350,7 +350,6 @@ class StageBuilder:
         return tuple(self.replicas) if self.replicas is not None else None
 
     def _count(self, otherwise: int) -> int:
-        """The number of stages."""
         if self.stages is None:
             return otherwise
         if isinstance(self.stages, int):

@@ -129,7 +129,6 @@ def chain_of(graph: Mapping[str, Any], *, batch: int = 1, width: int = 1) -> Pro
 
 
 def _merged(nodes: Sequence[Mapping[str, Any]], passing: Sequence[Mapping[str, Any]]) -> Layer:
-    """These nodes as one layer that passes on the outputs of those."""
     forward, backward, made, weights = (math.fsum(node[key] for node in nodes) for key in _MEASURES)
     names = [node["name"] for node in nodes]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"

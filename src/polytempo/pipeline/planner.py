@@ -329,7 +329,6 @@ def _shared(part: _Part, weights: float, replicas: int, bandwidth: float, formul
 
 
 def _described(layers: Layers, parts: list[_Part], formula: Paper) -> tuple[PlannedStage, ...]:
-    """The stages with their times and memory."""
     stages, behind = [], 0
     for part in reversed(parts):
         compute = layers.seconds(part.first, part.last) / part.replicas

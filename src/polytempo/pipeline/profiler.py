@@ -47,7 +47,14 @@ def profile(
     if repeats < 1:
         raise UsageError(f"expected repeats, how often each layer is measured, to be at least 1, got {repeats}")
     inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
-    samples = _samples(inputs) if batch is None else batch
+    if batch is None:
+        first = next((value for value in tensors_in(inputs) if value.dim()), None)
+        if first is None:
+            kinds = ", ".join(type(value).__name__ for value in inputs)
+            raise UsageError(
+                f"expected an example with a tensor of samples, got ({kinds}); give the model's inputs, or batch="
+            )
+        batch = int(first.shape[0])
     chain = layers_of(model, inputs)
     count, layers = len(chain.costs), []
     parts = [chain.part(number, number + 1) for number in range(count)]
@@ -55,7 +62,7 @@ def profile(
         layers.append(measured.layer)
         if progress is not None:
             progress(len(layers) / count)
-    return Profile(type(model).__name__ if isinstance(model, nn.Module) else "model", tuple(layers), samples)
+    return Profile(type(model).__name__ if isinstance(model, nn.Module) else "model", tuple(layers), batch)
 
 
 @dataclass(frozen=True)
@@ -91,14 +98,6 @@ def measure_parts(
         yield measured
 
 
-def _samples(inputs: Sequence[Any]) -> int:
-    first = next((value for value in tensors_in(inputs) if value.dim()), None)
-    if first is None:
-        kinds = ", ".join(type(value).__name__ for value in inputs)
-        raise UsageError(f"expected an example with a tensor of samples, got ({kinds}); give the model's inputs, or batch=")
-    return int(first.shape[0])
-
-
 def _measured_or_refused(
     name: str, part: ModelPart, value: Any, repeats: int, device: Device, seconds: float | None
 ) -> tuple[MeasuredPart, Any]:
@@ -119,7 +118,6 @@ def _measured_or_refused(
 
 
 def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: float | None) -> tuple[MeasuredPart, Any]:
-    """The costs and outputs of a layer."""
     params = {param: None for _, param in part.parameters()}
     made: dict[int, int] = {}  # the memory that autograd saves for backward
 
@@ -141,6 +139,10 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
     times: list[_Times] = []
     while len(times) < repeats and not (seconds is not None and times and sum(map(_wall, times)) > seconds):
         times.append(_timed(part, value, gradients))
+    spread = None
+    if len(times) >= 3:  # half of the interquartile range: one slow measurement in five does not change it
+        low, _, high = quantiles([_wall(one) for one in times], n=4, method="inclusive")
+        spread = (high - low) / 2
     layer = Layer(
         name,
         median(one.forward for one in times),
@@ -148,7 +150,7 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
         sum(tensor.nbytes for tensor in tensors_in(output)),
         sum(param.nbytes for param in params),
         sum(size for where, size in made.items() if where not in known),
-        _spread([_wall(one) for one in times]),
+        spread,
     )
     fastest = min(times, key=_wall)  # which other processes have disturbed least
     share = min(1.0, fastest.cpu / max(1e-9, _wall(fastest)))
@@ -165,14 +167,6 @@ class _Times(NamedTuple):
 
 def _wall(times: _Times) -> float:
     return times.forward + times.backward
-
-
-def _spread(seconds: Sequence[float]) -> float | None:
-    """Half of the interquartile range: one slow measurement in five does not change it."""
-    if len(seconds) < 3:
-        return None
-    first, _, third = quantiles(seconds, n=4, method="inclusive")
-    return (third - first) / 2
 
 
 def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> _Times:

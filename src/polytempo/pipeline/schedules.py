@@ -85,7 +85,6 @@ def _schedule(name: str, microbatches: int, actions: list[list[ReplicaActions]],
 
 
 def _shares(microbatches: int, replicas: int) -> Iterator[Sequence[int]]:
-    """The microbatches of each replica."""
     return (range(replica, microbatches, replicas) for replica in range(replicas))
 
 

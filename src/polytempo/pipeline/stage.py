@@ -177,7 +177,8 @@ class Stage:
         return ([result] if single else list(result)), single
 
     def _call(self, inputs: StageMessage) -> Any:
-        values = [_copied(value) if self._in_place else value for value in inputs.values]
+        apart = self._in_place
+        values = [value.clone() if apart and isinstance(value, torch.Tensor) else value for value in inputs.values]
         if inputs.single:
             return self.part.module(values[0])
         return self.part.module(*values) if self.part.spreads else self.part.module(tuple(values))
@@ -299,7 +300,6 @@ class Stage:
         return len(self._weights)
 
     def _free_versions(self) -> None:
-        """Free the versions that no microbatch can need any more."""
         deferred = (one.version for one in self.deferred)
         needed = {self.version, *deferred, *(one.version for one in self.in_flight.values())}
         for version in [*self._weights]:
@@ -317,7 +317,6 @@ class Stage:
                 leaf.grad = None
 
     def _activate(self, version: int) -> None:
-        """Make the module compute with a version of the weights."""
         if version != self._active:
             for module, name, index in self._slots:
                 setattr(module, name, self._weights[version][index])
@@ -368,10 +367,6 @@ def _with_gradient(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.detach().requires_grad_()
     return value
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def scalar(loss: Any) -> torch.Tensor:

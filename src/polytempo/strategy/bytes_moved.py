@@ -19,7 +19,7 @@ from functools import lru_cache
 from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Speeds, choose
 from polytempo.collectives.plans import plan_for
-from polytempo.collectives.steps import HostRanks, Place, Put, Send
+from polytempo.collectives.steps import Place, Put, Send
 from polytempo.strategy.costs import Machine, ModelProfile
 from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum, tied_groups
 
@@ -114,7 +114,8 @@ def collective_bytes(op: str, nbytes: float, group: tuple[int, ...], rank: int, 
 def _plan_bytes(op: str, nbytes: int, place: Place, speeds: Speeds) -> int:
     if place.size == 1:
         return 0
-    algorithm = algorithm_of(op, nbytes, place.hosts, speeds)
+    # What a group takes: shared memory on one host, the least prediction between several.
+    algorithm = "shared-memory" if len(place.hosts) == 1 else choose(op, nbytes, place.hosts, speeds).algorithm
     count, steps = plan_for(op, algorithm, place, 1)
     if op == "all_gather":
         sizes = [nbytes // place.size] * count
@@ -122,8 +123,3 @@ def _plan_bytes(op: str, nbytes: int, place: Place, speeds: Speeds) -> int:
         grain = GRAIN if algorithm == "shared-memory" else 1
         sizes = [(part.stop - part.start) * ITEM for part in cuts(nbytes // ITEM, count, grain)]
     return sum(sizes[step.chunk] for step in steps if isinstance(step, Send | Put))
-
-
-def algorithm_of(op: str, nbytes: int, hosts: HostRanks, speeds: Speeds) -> str:
-    """The algorithm that a group takes: shared memory on one host, the least prediction between several."""
-    return "shared-memory" if len(hosts) == 1 else choose(op, nbytes, hosts, speeds).algorithm

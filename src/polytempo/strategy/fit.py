@@ -224,8 +224,12 @@ def fit(
     if not chosen.automatic:
         _check_batch(source.batch_size, chosen.mesh(size()).data, chosen.microbatches or chosen.pipe)
     check_features(chosen.spec if chosen.sync else current().job.spec, Feature.FIT)
-    if resume and checkpoint is not None:
-        _load_values(model, Path(checkpoint))
+    there = whole_checkpoints(Path(checkpoint)) if resume and checkpoint is not None else []
+    if there and json.loads((there[-1] / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND:
+        # Before the optimizer is made: some modes take values from the script only then. What is wrong with the checkpoint
+        # is said later, where all of it is loaded.
+        with suppress(RuntimeError):  # it is of another model
+            model.load_state_dict(read_checkpoint(there[-1]).model)
     in_place = not (chosen.automatic or chosen.is_split)
     example, target = source.example()
     spread = chosen.distribute(
@@ -260,15 +264,6 @@ def fit(
     if not in_place:
         model.load_state_dict(spread.state_dict())
     return history
-
-
-def _load_values(model: torch.nn.Module, folder: Path) -> None:
-    """Load the values of the last checkpoint, before the optimizer is made: some modes take values from the script only
-    then. What is wrong with the checkpoint is said later, where all of it is loaded."""
-    there = whole_checkpoints(folder)
-    if there and json.loads((there[-1] / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND:
-        with suppress(RuntimeError):  # it is of another model
-            model.load_state_dict(read_checkpoint(there[-1]).model)
 
 
 @dataclass(frozen=True)
@@ -497,7 +492,6 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _and_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each batch, and whether it is the last."""
     before: list[Batch] = []
     for batch in batches:
         yield from ((one, False) for one in before)

@@ -132,7 +132,11 @@ def _link(group: RankGroup, pair: Sequence[int]) -> MeasuredLink:
             times.append([seconds / 2 for seconds in _ping(p2p, pair[1], size)])
             core.append((thread_time() - before) / 2 / (1 + len(times[-1])))  # one sent and one received in each round
         elif group.engine.rank == pair[1]:
-            _pong(p2p, pair[0])
+            number, going = 0, True
+            while going:
+                message = p2p.take(pair[0], FORWARD, number)
+                p2p.send(pair[0], BACKWARD, StageMessage(message.values, number=number))
+                number, going = number + 1, bool(message.version)
     p2p.settle()
     mine = (*_figures(times[0], times[1]), core[0]) if times else (0.0, 0.0, 0.0)
     return MeasuredLink(*_gathered(group, *mine)[group.ranks.index(pair[0])])
@@ -157,14 +161,6 @@ def _ping(p2p: PointToPoint, other: int, size: int) -> list[float]:
         times.append(perf_counter() - started)
         number += 1
     return times[1:]  # the first announces the form and makes the memory
-
-
-def _pong(p2p: PointToPoint, other: int) -> None:
-    number, going = 0, True
-    while going:
-        message = p2p.take(other, FORWARD, number)
-        p2p.send(other, BACKWARD, StageMessage(message.values, number=number))
-        number, going = number + 1, bool(message.version)
 
 
 # Reductions.

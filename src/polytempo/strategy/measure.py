@@ -153,7 +153,10 @@ class _LossLayer(nn.Module):  # type: ignore[misc]
     def forward(self, output: Any) -> torch.Tensor:
         if isinstance(self._target, torch.Tensor):
             return self._loss(output, self.target)
-        return self._loss(output, _on(self._target, output.device) if isinstance(output, torch.Tensor) else self._target)
+        target = self._target
+        if isinstance(output, torch.Tensor):
+            target = mapped_tensors(lambda tensor: tensor.to(output.device), target)
+        return self._loss(output, target)
 
 
 # A microbatch.
@@ -168,10 +171,6 @@ def taken(value: Any, count: int) -> Any:
         return tensor[:count] if len(tensor) >= count else tensor[torch.arange(count, device=tensor.device) % len(tensor)]
 
     return mapped_tensors(rows, value)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return mapped_tensors(lambda tensor: tensor.to(device), value)
 
 
 # The optimizer.

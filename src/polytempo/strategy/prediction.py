@@ -45,6 +45,7 @@ def memory_needed(plan: ParallelPlan, profile: ModelProfile) -> tuple[RankMemory
 
 def stage_memory(plan: ParallelPlan, profile: ModelProfile, stage: int) -> RankMemory:
     """Of each rank of a stage."""
+    first = plan.stage_layers(stage)[0]
     kept = in_order(one.layer.kept_bytes for one in plan.held_layers(profile, stage))
     if stage < plan.mesh.pipe - 1:  # a stage keeps what it has sent
         kept += profile.layers[plan.stage_layers(stage)[-1]].passing_bytes
@@ -53,7 +54,7 @@ def stage_memory(plan: ParallelPlan, profile: ModelProfile, stage: int) -> RankM
         stage_sum(plan, profile, stage, "gradient_bytes"),
         stage_sum(plan, profile, stage, "state_bytes"),
         kept,
-        input_bytes(plan, profile, stage),
+        profile.layers[first - 1].layer.activation_bytes if first else profile.input_bytes,
     )
     return held_memory(held, plan, stage)
 
@@ -81,12 +82,6 @@ def held_memory(held: HeldBytes, plan: ParallelPlan, stage: int) -> RankMemory:
         buffers=held.gradients * (0 if not replicated else 2 if exchange.values else 0 if exchange.servers else 1),
         stashed=held.weights * (facts.versions_kept[stage] - 1),
     )
-
-
-def input_bytes(plan: ParallelPlan, profile: ModelProfile, stage: int) -> float:
-    """A microbatch's input of a stage."""
-    first = plan.stage_layers(stage)[0]
-    return profile.layers[first - 1].layer.activation_bytes if first else profile.input_bytes
 
 
 @dataclass(frozen=True)

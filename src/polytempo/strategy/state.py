@@ -237,7 +237,11 @@ class SpreadState:
         """The optimizer state of the unsplit model, by parameter name, from this rank's. `names`: of its parameters.
 
         All ranks of the replica call this."""
-        mine = _on_cpu(renamed(by_name(state, names), self.unsplit.canonical))
+        mine = renamed(by_name(state, names), self.unsplit.canonical)
+        mine["state"] = {
+            name: {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in own.items()}
+            for name, own in mine["state"].items()
+        }
         stage = joined(exchanged(self.shards, mine), self._canonical_shardings())
         return merged(exchanged(self.lane, stage), self.unsplit.parameters)
 
@@ -250,12 +254,3 @@ class SpreadState:
 
     def _canonical_shardings(self) -> dict[str, Sharding]:
         return {self.unsplit.canonical.get(name, name): sharding for name, sharding in self.shardings.items()}
-
-
-def _on_cpu(state: NamedState) -> NamedState:
-    """Copies of all tensors."""
-    entries = {
-        name: {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in own.items()}
-        for name, own in state["state"].items()
-    }
-    return {"state": entries, "param_groups": state["param_groups"]}

@@ -380,7 +380,6 @@ class RankSimulation:
         heappush(self._timers, (self._now + seconds, rank))
 
     def _rest(self, rank: int, seconds: float) -> None:
-        """Work that needs no core."""
         self.occupied[rank] += seconds
         self._sleep(rank, seconds)
 
