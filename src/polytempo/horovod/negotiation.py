@@ -182,8 +182,11 @@ class Matching:
             if call.kind == CallKind.JOIN:
                 self._joined.setdefault(rank, self._round)
             elif call.kind != CallKind.WAIT:
-                self._unnamed[rank] += not call.key
-                found.keys[rank] = key = (call.key, 0) if call.key else (0, self._unnamed[rank])
+                key: CallKey = (call.key, 0)
+                if not call.key:
+                    self._unnamed[rank] += 1
+                    key = (0, self._unnamed[rank])
+                found.keys[rank] = key
                 self._pending.setdefault(key, {})[rank] = call
         ready = [key for key, made in self._pending.items() if made.keys() | self._joined.keys() >= set(self._ranks)]
         found.matches = [Match(key, made := self._pending.pop(key), self._problem(made)) for key in ready]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 
 from polytempo.errors import BrokenInvariant
 from polytempo.pipeline.actions import UPDATE, ReplicaActions, Schedule, ScheduleAction
@@ -111,11 +111,7 @@ def check(schedule: Schedule) -> Facts:
         _check_line(schedule, stage, replica, actions)
     updates = tuple(_updates(schedule, stage) for stage in range(schedule.stages))
     used = _used(schedule, updates)
-    changes = {"F": 1, "B": -1, "U": 0}
-    in_flight = tuple(
-        max(max(accumulate((changes[action.kind] for action in actions), initial=0)) for actions in replicas)
-        for replicas in schedule.actions
-    )
+    in_flight = tuple(max(map(_peak_in_flight, replicas)) for replicas in schedule.actions)
     kept = tuple(
         max(_peak_versions(actions, of_stage) for actions in replicas)
         for replicas, of_stage in zip(schedule.actions, used, strict=True)
@@ -207,6 +203,14 @@ def _used(schedule: Schedule, updates: tuple[tuple[tuple[int, ...], ...], ...]) 
                     f"version: F{number} needs version {first} of stage {stage}, which is at version {here} by then"
                 )
     return (tuple(newest[0]),) * schedule.stages
+
+
+def _peak_in_flight(actions: ReplicaActions) -> int:
+    now = most = 0
+    for action in actions:
+        now += {"F": 1, "B": -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most
 
 
 def _peak_versions(actions: ReplicaActions, used: tuple[int, ...]) -> int:

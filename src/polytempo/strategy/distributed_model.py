@@ -43,6 +43,9 @@ from polytempo.tensor_parallel.cross_entropy import gather_logits
 from polytempo.tensor_parallel.group import RankTensorGroup
 from polytempo.train.optimizer import DistributedOptimizer
 
+#: Steps in which the batches of a replica's ranks are compared.
+COMPARED_STEPS = 3
+
 
 class DistributedModel:
     """A model that is spread over the ranks of the job by a strategy: what `Strategy.distribute` returns.
@@ -83,7 +86,7 @@ class DistributedModel:
         self.optimizer: DistributedOptimizer = made.optimizer
         self.steps = 0
         self.samples = 0
-        self._failures = JobFailures(made.groups.job, made.mesh)
+        self._board = PointToPoint(made.groups.job, torch.device("cpu"))  # what has failed first in the job, as far as told
         self._seconds, self._compared = 0.0, 0
         self._earlier: list[dict[str, Any]] = list(made.session.job.positions)
 
@@ -331,10 +334,33 @@ class DistributedModel:
         except JobEnded:
             raise
         except Exception as error:
-            cause = self._failures.cause(error)
+            cause = self._cause(error)
             if cause is not error and isinstance(error, PeerError):
                 raise cause from None
             raise
+
+    def _cause(self, error: Exception) -> Exception:
+        """The first cause, which may be this error; all other ranks are told."""
+        job = self._groups.job
+        if job.size == 1:
+            return error
+        job.engine.read_all()
+        if self._board.failed is not None:
+            return self._board.failed
+        # In words, with the place of the rank that it is about: of the rank that was lost first, or of this one.
+        cause, own = error, self._name(job.engine.rank)
+        crashed = job.engine.messages.crashed
+        if not isinstance(error, PeerError):
+            name = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
+            cause = PeerError(f"{own} failed: {name}{' '.join(str(error).split())}")
+        elif crashed:
+            first = min(crashed, key=lambda rank: crashed[rank])
+            cause = RankLost(f"{self._name(first)} {self._board.loss_of(first)}: {own} needs it", (first,))
+        self._board.fail(cause, [job])
+        return cause if isinstance(error, PeerError) else error
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.mesh.point(rank)})"
 
 
 def moved(out: Any, device: torch.device) -> Any:
@@ -348,40 +374,6 @@ def handed_in(*groups: RankGroup | None) -> int:
     """Bytes that this rank has handed over so far, in the collectives and single messages of these groups."""
     own = [group for group in groups if group is not None]
     return sum(group.engine.messages.handed[group.context + kind] for group in own for kind in (0, 1))
-
-
-class JobFailures:
-    """What has failed first in the job, as far as this rank has been told."""
-
-    def __init__(self, job: RankGroup, mesh: Mesh) -> None:
-        self._job, self._mesh = job, mesh
-        self._board = PointToPoint(job, torch.device("cpu"))
-
-    def cause(self, error: Exception) -> Exception:
-        """The first cause, which may be this error; all other ranks are told."""
-        if self._job.size == 1:
-            return error
-        self._job.engine.read_all()
-        told = self._board.failed
-        if told is not None:
-            return told
-        # In words, with the place of the rank that it is about: of the rank that was lost first, or of this one.
-        own, crashed, cause = self._name(self._job.engine.rank), self._job.engine.messages.crashed, error
-        if not isinstance(error, PeerError):
-            name = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
-            cause = PeerError(f"{own} failed: {name}{' '.join(str(error).split())}")
-        elif crashed:
-            first = min(crashed, key=lambda rank: crashed[rank])
-            cause = RankLost(f"{self._name(first)} {self._board.loss_of(first)}: {own} needs it", (first,))
-        self._board.fail(cause, [self._job])
-        return cause if isinstance(error, PeerError) else error
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self._mesh.point(rank)})"
-
-
-#: Steps in which the batches of a replica's ranks are compared.
-COMPARED_STEPS = 3
 
 
 def checked_rows(x: Any, y: Any, microbatches: int) -> int:

@@ -251,7 +251,10 @@ def fit(
         validation=held,
         metrics=functions,
         scheduler=scheduler(spread.optimizer) if scheduler is not None else None,
-        limits=FitLimits(passes, max_steps or math.inf, evaluate_every, checkpoint_every),
+        epochs=passes,
+        max_steps=max_steps or math.inf,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
         rule=rule,
         folder=None if checkpoint is None else Path(checkpoint),
         callbacks=tuple(callbacks),
@@ -264,16 +267,6 @@ def fit(
     if not in_place:
         model.load_state_dict(spread.state_dict())
     return history
-
-
-@dataclass(frozen=True)
-class FitLimits:
-    """When a run ends, evaluates and saves: arguments of `fit`."""
-
-    epochs: float
-    max_steps: float
-    evaluate_every: int
-    checkpoint_every: int
 
 
 @dataclass
@@ -293,7 +286,10 @@ class FitRun:
     validation: SampleSource | None
     metrics: Mapping[str, Metric]
     scheduler: Any
-    limits: FitLimits
+    epochs: float  #: to train, as the next three an argument of `fit`
+    max_steps: float
+    evaluate_every: int
+    checkpoint_every: int
     rule: EarlyStop
     folder: Path | None
     callbacks: Sequence[Callback]
@@ -326,16 +322,16 @@ class FitRun:
         self.history.model, self.history.stopped = self.model, ""
         self._call("on_start")
         try:
-            while self.epoch < self.limits.epochs and self.step < self.limits.max_steps and not self.history.stopped:
+            while self.epoch < self.epochs and self.step < self.max_steps and not self.history.stopped:
                 self._train_epoch()
         finally:
             self.progress.close()
-        self.history.stopped = self.history.stopped or ("max_steps" if self.step >= self.limits.max_steps else "epochs")
+        self.history.stopped = self.history.stopped or ("max_steps" if self.step >= self.max_steps else "epochs")
         self._call("on_end")
         return self.history
 
     def _train_epoch(self) -> None:
-        limits, epoch, began = self.limits, self.epoch, time.perf_counter()
+        epoch, began = self.epoch, time.perf_counter()
         self.progress.begin_epoch(self.epoch, self.data.steps(self._parts))
         batches = self.data.training(self.epoch, self._parts, self.model.point.data, self.model.mesh.data)
         for (x, y), last in _and_last(batches):
@@ -347,9 +343,9 @@ class FitRun:
             self._seconds, began = self._seconds + time.perf_counter() - began, time.perf_counter()
             self.progress.step(self.epoch, self._steps, self.step, self.loss, self._rate())
             self._call("on_step")
-            reasons = (should_stop(), self.step >= limits.max_steps, self._asked)
-            evaluates = last or _is_due(self.step, limits.evaluate_every)
-            saves = _is_due(self.step, limits.checkpoint_every) or (last and not limits.checkpoint_every)
+            reasons = (should_stop(), self.step >= self.max_steps, self._asked)
+            evaluates = last or _is_due(self.step, self.evaluate_every)
+            saves = _is_due(self.step, self.checkpoint_every) or (last and not self.checkpoint_every)
             due = evaluates or saves or any(reasons[:2])  # on all ranks of the replica; a callback may have asked on one
             if due or (self.callbacks and self.step % VOTE_EVERY == 0):
                 self._vote([evaluates, saves, last, *reasons])

@@ -63,7 +63,8 @@ def _search(like: ParallelPlan, profile: ModelProfile, cost: StageCost) -> tuple
     best: dict[int, tuple[_Cost, tuple[int, ...]]] = {0: ((0.0, 0.0), ())}
     for stage in range(stages):
         ends = range(stage + 1, count - (stages - stage - 1) + 1) if stage < stages - 1 else range(count, count + 1)
-        before, best = best, {}
+        before = best
+        best = {}
         for end in ends:
             found: tuple[_Cost, tuple[int, ...]] = ((math.inf, math.inf), ())
             for first, ((slowest, passed), cuts) in before.items():
