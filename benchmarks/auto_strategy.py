@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,34 @@ def grid() -> list[str]:
     ]
 
 
+# Predictions.
+
+
+def _figures_of(strategies: Iterable[Any], planned: Any, session: Any, batch: int) -> Any:
+    """What predictions of these strategies need, measured in a job. All ranks call it."""
+    from polytempo.strategy.planning import measured_together, search_space
+    from polytempo.strategy.strategy import Strategy
+
+    pairs = []
+    for strategy in strategies:
+        resolved = strategy.resolved(session.size, session.job.sync)
+        mesh = resolved.mesh(session.size)
+        pairs.append((mesh.tensor, batch // mesh.data // (resolved.microbatches or resolved.pipe)))
+    space = search_space(Strategy(), planned, session.size, batch, None, session.job.spec)
+    return measured_together(planned, session, dict.fromkeys(pairs), space, planned.trained_layers())
+
+
+def _predicted(strategy: Any, planned: Any, figures: Any, batch: int, stages: tuple[int, ...] | None) -> Any:
+    """What is predicted of a strategy that is possible, as `distribute` would make it."""
+    from polytempo.strategy.planning import given_plan, search_space
+    from polytempo.strategy.prediction import predict
+
+    space = search_space(strategy, planned, sum(map(len, figures.machine.hosts)), batch, None, strategy.spec)
+    plan, problem = given_plan(strategy, planned, space, planned.trained_layers(), stages)
+    assert plan is not None, problem
+    return predict(plan, figures.profiles[plan.mesh.tensor, plan.microbatch], figures.machine)
+
+
 # The job.
 
 
@@ -90,7 +118,7 @@ def worker(name: str, rounds: int, file: str) -> None:
 
     import polytempo as pt
     from polytempo.session.session import current
-    from polytempo.strategy.planning import PlannedModel, choose, chosen_strategy, figures_of, predicted
+    from polytempo.strategy.planning import PlannedModel, choose, chosen_strategy
     from polytempo.strategy.strategy import Strategy
 
     pt.init()
@@ -111,7 +139,7 @@ def worker(name: str, rounds: int, file: str) -> None:
             )
         except pt.UsageError as error:
             refused[text] = str(error)
-    found = figures_of([strategies[text][0] for text in spread], planned, session, len(given.x))
+    found = _figures_of([strategies[text][0] for text in spread], planned, session, len(given.x))
     times: dict[str, list[float]] = {text: [] for text in spread}
     for number in range(1 + rounds):
         for text, model in spread.items():
@@ -126,7 +154,7 @@ def worker(name: str, rounds: int, file: str) -> None:
                 times[text].append((time.perf_counter() - began) / STEPS)
     if pt.rank() == 0:
         told = {
-            text: predicted(strategies[text][0], planned, found, len(given.x), strategies[text][1]).seconds
+            text: _predicted(strategies[text][0], planned, found, len(given.x), strategies[text][1]).seconds
             for text in spread
         }
         data = {"seconds": times, "predicted": told, "refused": refused, "chosen": str(strategies["auto"][0])}

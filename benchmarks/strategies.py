@@ -159,9 +159,9 @@ def _one_strategy(text: str, machine: Any, given: tuple[Any, ...], steps: int, d
     import torch
 
     import polytempo as pt
+    from counting import ByteCounter, counted_memory
     from polytempo.session.session import current
     from polytempo.strategy.costs import as_data, from_data
-    from polytempo.strategy.counting import ByteCounter, counted_memory
     from polytempo.strategy.measure import measure_model
     from polytempo.strategy.prediction import predict
     from polytempo.strategy.state import exchanged

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
     from polytempo.strategy.evaluate import evaluate as evaluate
     from polytempo.strategy.explanation import Explanation as Explanation
+    from polytempo.strategy.fit import Callback as Callback
+    from polytempo.strategy.fit import EarlyStop as EarlyStop
     from polytempo.strategy.fit import FitRun as FitRun
+    from polytempo.strategy.fit import History as History
     from polytempo.strategy.fit import fit as fit
-    from polytempo.strategy.fit_history import Callback as Callback
-    from polytempo.strategy.fit_history import EarlyStop as EarlyStop
-    from polytempo.strategy.fit_history import History as History
     from polytempo.strategy.strategy import Strategy as Strategy
     from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
     from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
@@ -97,8 +97,7 @@ _MODULES = {
     "strategy.distributed_model": ("DistributedModel",),
     "strategy.evaluate": ("evaluate",),
     "strategy.explanation": ("Explanation",),
-    "strategy.fit": ("FitRun", "fit"),
-    "strategy.fit_history": ("Callback", "EarlyStop", "History"),
+    "strategy.fit": ("Callback", "EarlyStop", "FitRun", "History", "fit"),
     "strategy.strategy": ("Strategy",),
     "tensor_parallel.cross_entropy": ("cross_entropy",),
     "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),

@@ -11,7 +11,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from polytempo.pipeline.layer_profile import Layer, Profile
-from polytempo.pipeline.topology import Level, Topology
+from polytempo.pipeline.planner import Level, Topology
 
 Drawn = TypeVar("Drawn")
 Stages = list[tuple[int, int, int]]  # first layer, last layer, replicas

@@ -7,8 +7,8 @@ import math
 
 from rich.console import Console
 
-from polytempo.strategy import fit_progress
-from polytempo.strategy.fit_progress import FitProgress
+from polytempo.strategy import fit
+from polytempo.strategy.fit import FitProgress
 
 ROW = {"epoch": 1, "step": 10, "loss": 0.5, "val_loss": 0.25, "seconds": 3.0, "samples_per_s": 1234.5}
 
@@ -37,7 +37,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 def test_a_line_now_and_then_within_a_long_epoch() -> None:
     out = io.StringIO()
     progress = FitProgress(True, math.inf, Console(file=out, width=100))
-    progress._told -= fit_progress.EVERY
+    progress._told -= fit.SHOWN_EVERY
     progress.step(0, 4, 9, 0.75, 99.0)
     progress.step(0, 5, 10, 0.75, 99.0)
     assert out.getvalue().splitlines() == ["epoch 1  step 9  loss 0.7500  99 samples/s"]

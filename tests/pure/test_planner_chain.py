@@ -13,7 +13,7 @@ from planner_brute import profiles
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.layer_profile import Layer, Profile, chain_of, load_profile, save_profile
-from polytempo.pipeline.topology import Level, Topology, parse_topology
+from polytempo.pipeline.planner import Level, Topology, parse_topology
 
 often = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 

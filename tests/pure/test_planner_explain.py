@@ -7,8 +7,7 @@ import pytest
 from polytempo.errors import UsageError
 from polytempo.pipeline.layer_profile import Layer, Profile
 from polytempo.pipeline.plan_report import bubble, explain, why
-from polytempo.pipeline.planner import plan
-from polytempo.pipeline.topology import parse_topology
+from polytempo.pipeline.planner import parse_topology, plan
 
 LAYERS = tuple(
     Layer(f"layer{n}", t, 0, a, w) for n, (t, a, w) in enumerate(zip((4, 4, 4, 1), (2, 2, 1, 1), (1, 1, 1, 60), strict=True))

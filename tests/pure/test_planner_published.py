@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.pipeline.layer_profile import Profile, chain_of, load_profile
-from polytempo.pipeline.planner import StagePlan, plan
-from polytempo.pipeline.topology import parse_topology
+from polytempo.pipeline.planner import StagePlan, parse_topology, plan
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "profiles"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the published profiles are not beside the repository")

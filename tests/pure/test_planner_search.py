@@ -12,8 +12,7 @@ from planner_brute import COMBINE, Stages, every_plan, memory_of, profiles, topo
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.layer_profile import Layer, Profile
-from polytempo.pipeline.planner import StagePlan, plan
-from polytempo.pipeline.topology import Level, Topology, parse_topology
+from polytempo.pipeline.planner import Level, StagePlan, Topology, parse_topology, plan
 
 often = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 moderately = settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -31,7 +31,7 @@ def allowed(mode: str, pipe: int, tensor: int, schedule: str) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_pair(mode: str, pipe: int, tensor: int, schedule: str) -> None:
     if allowed(mode, pipe, tensor, schedule):
-        check_pair(mode, pipe, tensor, schedule)
+        check_pair(parse_spec(mode), pipe, tensor, schedule)
         assert Strategy(2, pipe, tensor, mode, schedule).sync == mode
         return
     with pytest.raises(UsageError) as refused:
@@ -55,9 +55,9 @@ def test_all_that_is_named_in_the_place_of_a_refused_mode_is_accepted() -> None:
                 continue
             named, _, other = found.instead.partition(", or pipe=")
             for instead in named.replace(" or ", ", ").split(", "):
-                check_pair(instead, pipe, tensor, "1f1b")
+                check_pair(parse_spec(instead), pipe, tensor, "1f1b")
             if other:
-                check_pair(mode, tensor, 1, "1f1b")
+                check_pair(parse_spec(mode), tensor, 1, "1f1b")
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,11 @@ def test_all_that_is_named_in_the_place_of_a_refused_mode_is_accepted() -> None:
 )
 def test_reasons(sync: str, pipe: int, tensor: int, reason: str) -> None:
     with pytest.raises(UsageError) as refused:
-        check_pair(sync, pipe, tensor, "1f1b")
+        check_pair(parse_spec(sync), pipe, tensor, "1f1b")
     assert reason in str(refused.value)
 
 
 def test_tied_parameters_need_a_barrier() -> None:
-    check_tied("bsp", ("head.weight",), (0, 1))
-    check_tied("ssp:1", (), ())
+    check_tied(parse_spec("bsp"), (0, 1), "head.weight")
     with pytest.raises(UsageError, match=r"stages 0, 1 hold the same parameter head\.weight, and under sync=ssp:1"):
-        check_tied("ssp:1", ("head.weight",), (0, 1))
+        check_tied(parse_spec("ssp:1"), (0, 1), "head.weight")

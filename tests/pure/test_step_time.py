@@ -12,7 +12,7 @@ from strategy_costs import FREE, layer, layers, links, machine, model, seconds, 
 from polytempo.mesh import Mesh
 from polytempo.pipeline import timeline
 from polytempo.strategy.bytes_moved import HEAD, message_bytes
-from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction, TensorCall, TiedWeights
+from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction, ModelProfile, TensorCall, TiedWeights
 from polytempo.strategy.parallel_plan import ParallelPlan
 from polytempo.strategy.step_time import (
     Operation,
@@ -23,11 +23,15 @@ from polytempo.strategy.step_time import (
     lower_bound,
     rank_programs,
     reduction_of,
-    single_step,
     step_time,
 )
 
 SCHEDULES = st.sampled_from(["1f1b", "gpipe", "gpipe,recompute=0", "sequential"])
+
+
+def single_step(plan: ParallelPlan, profile: ModelProfile, where: Machine) -> float:
+    """The time of one step from its first action to the end of the last rank."""
+    return max(ends[-1] for ends in RankSimulation(rank_programs(plan, profile, where, True), where, 1).ends)
 
 
 def whole(mesh: Mesh, count: int, microbatches: int = 1, schedule: str = "1f1b", sync: str = "bsp") -> ParallelPlan:

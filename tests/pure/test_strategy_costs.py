@@ -11,8 +11,8 @@ from polytempo.errors import UsageError
 from polytempo.mesh import Mesh
 from polytempo.strategy.bytes_moved import RankBytes, bytes_moved, collective_bytes, message_bytes
 from polytempo.strategy.costs import Machine, MeasuredLink, TensorCall, TiedWeights
-from polytempo.strategy.memory import memory_needed
 from polytempo.strategy.parallel_plan import DataExchange, ParallelPlan, batch_problem, data_exchange
+from polytempo.strategy.prediction import memory_needed
 
 TWO_HOSTS = Machine(((0, 1), (2, 3)), (2, 2), FREE, MeasuredLink(1e-4, 1e-9))
 FOUR_HOSTS = Machine(((0,), (1,), (2,), (3,)), (1, 1, 1, 1), FREE, MeasuredLink(1e-4, 1e-9))

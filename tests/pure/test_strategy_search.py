@@ -13,16 +13,17 @@ from strategy_costs import layer, layers, links, machine, model
 
 from polytempo.errors import UsageError
 from polytempo.mesh import Mesh
-from polytempo.strategy.balanced_stages import StageSums, balanced_stages, leanest_stages
 from polytempo.strategy.costs import MeasuredLink, ModelProfile
-from polytempo.strategy.memory import memory_needed
 from polytempo.strategy.parallel_plan import ParallelPlan
-from polytempo.strategy.prediction import predict
+from polytempo.strategy.prediction import memory_needed, predict
 from polytempo.strategy.search import (
     Profiles,
     SearchSpace,
+    StageSums,
+    balanced_stages,
     best_of_mesh,
     cuttable_layers,
+    leanest_stages,
     mesh_problem,
     meshes,
     microbatch_counts,

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from polytempo.pipeline.data_axis import DataAxis
 from polytempo.pipeline.partition import ModelPart
-from polytempo.pipeline.stage import Stage
+from polytempo.pipeline.stage import DataAxis, Stage
 from polytempo.pipeline.stage_message import StageMessage
 
 MICROBATCHES = 3

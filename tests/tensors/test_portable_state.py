@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.strategy.portable_state import by_name, by_number, joined, merged, renamed, sharded
+from polytempo.strategy.state import by_name, by_number, joined, merged, renamed, sharded
 from polytempo.sync.epoch_parts import WHOLE, parts_of
 from polytempo.tensor_parallel.sharding import Sharding
 

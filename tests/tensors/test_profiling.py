@@ -15,8 +15,8 @@ from polytempo.cli.plan import look_into
 from polytempo.errors import UsageError
 from polytempo.pipeline.builder import topology_of
 from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.planner import Level
 from polytempo.pipeline.profiler import profile
-from polytempo.pipeline.topology import Level
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob
 

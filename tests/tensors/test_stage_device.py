@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.stage_device import asks_for_gpu, chosen, shared_device
+from polytempo.pipeline.builder import asks_for_gpu, chosen, shared_device
 
 
 @given(local_rank=st.integers(0, 20), gpus=st.integers(1, 8), stages=st.integers(1, 8), data=st.data())

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from polytempo.collectives.world import World
-from polytempo.device.devices import Devices
+from polytempo.device.device import Devices, DeviceStream, StreamPoint
 from polytempo.device.host_device import HostDevice
-from polytempo.device.stream import DeviceStream, StreamPoint
 
 
 class LateStream(DeviceStream):

@@ -143,9 +143,9 @@ ENTRIES: dict[str, tuple[tuple[Feature, ...], Callable[..., object]]] = {
     "simulate peers": ((F.SIMULATED_PEERS,), lambda sync: resolve_via(parse_spec(sync), "peers", Cluster(workers=4))),
     "simulate": ((), lambda sync: resolve_via(parse_spec(sync), "auto", Cluster(workers=4))),
     "group=": ((F.GROUP,), lambda sync: optimizer_group(SimpleNamespace(ranks=(0, 1)), session_of(), parse_spec(sync))),  # type: ignore[arg-type]
-    "pipe=": ((F.PIPELINE,), lambda sync: check_pair(sync, 2, 1, "1f1b")),
-    "tensor=": ((F.TENSOR,), lambda sync: check_pair(sync, 1, 2, "1f1b")),
-    "tied": ((F.TIED,), lambda sync: check_tied(sync, ("w",), (0, 1))),
+    "pipe=": ((F.PIPELINE,), lambda sync: check_pair(parse_spec(sync), 2, 1, "1f1b")),
+    "tensor=": ((F.TENSOR,), lambda sync: check_pair(parse_spec(sync), 1, 2, "1f1b")),
+    "tied": ((F.TIED,), lambda sync: check_tied(parse_spec(sync), (0, 1), "w")),
     "tied in a pipeline": ((F.TIED,), tied_stages),
     "an optimizer": ((F.OPTIMIZER,), settled),
     "apply=delta": ((F.DELTA_ON_SERVERS, F.DELTA, F.OPTIMIZER), lambda sync: settled(sync, apply="delta")),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,15 @@ from polytempo.pipeline.partition import cut
 from polytempo.session.session import Session
 from polytempo.strategy.bytes_moved import RankBytes
 from polytempo.strategy.costs import Machine, MeasuredLink
-from polytempo.strategy.counting import ByteCounter, counted_memory
 from polytempo.strategy.measure import measure_model
-from polytempo.strategy.memory import RankMemory
 from polytempo.strategy.parallel_plan import ParallelPlan
-from polytempo.strategy.prediction import Prediction, predict
+from polytempo.strategy.prediction import Prediction, RankMemory, predict
 from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import GroupJob, ThreadJob
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from counting import ByteCounter, counted_memory
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.long]
 

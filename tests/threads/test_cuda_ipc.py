@@ -17,7 +17,7 @@ from worlds import Opening, attempts, close_all, everywhere, fresh_groups, nothi
 from polytempo.collectives import device_buffer
 from polytempo.collectives.plans import ON_DEVICE
 from polytempo.collectives.world import World
-from polytempo.device.devices import Devices
+from polytempo.device.device import Devices
 from polytempo.errors import PeerError, RankLost, UsageError
 
 __all__ = ["nothing_left", "opening"]

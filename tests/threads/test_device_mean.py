@@ -12,7 +12,7 @@ import torch
 from helpers import assert_close, assert_equal, loss_of, small_batches, small_model, trained_alone, weights
 from torch import nn
 
-from polytempo.device.devices import Devices
+from polytempo.device.device import Devices
 from polytempo.device.host_device import HostDevice
 from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
 from polytempo.session.session import Session

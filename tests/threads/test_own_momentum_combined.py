@@ -29,7 +29,7 @@ from tabled import lookup_batches, lookup_model
 from torch import nn
 
 from polytempo.compression.chain import parse_chain, parse_compression
-from polytempo.device.devices import Devices
+from polytempo.device.device import Devices
 from polytempo.device.host_device import HostDevice
 from polytempo.errors import UsageError
 from polytempo.records.files import read_meta

@@ -16,8 +16,8 @@ from test_pipeline_data_axis import lane, together
 
 from polytempo.cli.main import run
 from polytempo.mesh import Mesh
+from polytempo.pipeline.builder import StageHooks
 from polytempo.pipeline.pipeline import Pipeline
-from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session, should_stop
 from polytempo.testing.threads import ThreadJob

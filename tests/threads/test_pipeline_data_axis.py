@@ -17,10 +17,10 @@ from torch import nn
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.mesh import Mesh, ReplicaRanks
+from polytempo.pipeline.builder import StageHooks
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.stage import MakeOptimizer
-from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.pipeline.weight_gradients import WeightGradient
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob

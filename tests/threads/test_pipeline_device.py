@@ -17,10 +17,10 @@ from polytempo.device.device import Fences
 from polytempo.device.host_device import HostDevice, HostFences
 from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.pipeline import device_messages
+from polytempo.pipeline.builder import StageHooks
 from polytempo.pipeline.device_messages import BLOCKS, WORDS, WRITTEN, DeviceBlocks, exchange_devices
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.point_to_point import DEVICE, FORWARD, PointToPoint
-from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.pipeline.stage_message import MessageForm, StageMessage, copied_out, described
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes

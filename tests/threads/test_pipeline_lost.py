@@ -16,8 +16,8 @@ from piped import ADAM, SGD, Batch, Outcome, alone, assert_same, batches, everyw
 from torch import nn
 
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.pipeline.checkpoint import prune, write_part
 from polytempo.pipeline.pipeline import Pipeline
+from polytempo.pipeline.state import prune, write_part
 from polytempo.session.session import Session
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.both_wires]

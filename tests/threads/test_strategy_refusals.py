@@ -15,7 +15,7 @@ from torch import nn
 import polytempo as pt
 from polytempo.errors import UsageError
 from polytempo.session.session import Session
-from polytempo.strategy.batches import digest
+from polytempo.strategy.distributed_model import digest
 from polytempo.strategy.strategy import Strategy
 from polytempo.testing.threads import GroupJob, ThreadJob
 

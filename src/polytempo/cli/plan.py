@@ -30,13 +30,12 @@ from polytempo.cli.options import (
 from polytempo.errors import PolytempoError, UsageError, nearest
 from polytempo.pipeline.layer_profile import Profile, load_profile
 from polytempo.pipeline.plan_report import bubble, explain
-from polytempo.pipeline.planner import StagePlan
+from polytempo.pipeline.planner import StagePlan, parse_topology
 from polytempo.pipeline.planner import plan as search
-from polytempo.pipeline.topology import parse_topology
 from polytempo.units import parse_size
 
 if TYPE_CHECKING:
-    from polytempo.pipeline.first_batch import Found
+    from polytempo.strategy.script_probe import Found
 
 
 def plan(
@@ -217,7 +216,7 @@ def look_into(script: Path, arguments: Sequence[str], is_module: bool = False) -
 
 
 def _run(script: Path, text: str, module: ModuleType) -> Found:
-    from polytempo.pipeline.first_batch import Found, Stepped, leave_job
+    from polytempo.strategy.script_probe import Found, Stepped, leave_job
 
     try:
         exec(compile(text, str(script), "exec"), module.__dict__)  # the user's own script, as python would run it
@@ -234,15 +233,14 @@ def _run(script: Path, text: str, module: ModuleType) -> Found:
 @contextmanager
 def _as_its_own_process(script: Path, arguments: Sequence[str], folder: Path, module: ModuleType) -> Iterator[None]:
     """Its arguments, the modules in `folder`, a job of one; afterwards all is as it was."""
-    from polytempo.pipeline.first_batch import pipelines_stop_at_their_first_batch
-    from polytempo.strategy.script_probe import strategies_stop_at_their_first_batch
+    from polytempo.strategy.script_probe import training_stops_at_its_first_batch
 
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(folder))
     sys.modules[module.__name__] = module  # some classes look for the module that they are from
     try:
-        with pipelines_stop_at_their_first_batch(), strategies_stop_at_their_first_batch():
+        with training_stops_at_its_first_batch():
             yield
     finally:
         sys.argv, sys.path[:] = before

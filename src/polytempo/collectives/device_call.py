@@ -17,9 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from polytempo.collectives.tasks import Steps, Wait
-from polytempo.device.device import Device
-from polytempo.device.devices import Devices
-from polytempo.device.stream import DeviceStream, StreamPoint
+from polytempo.device.device import Device, Devices, DeviceStream, StreamPoint
 
 
 class NotOnDevice(Exception):

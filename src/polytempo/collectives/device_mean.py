@@ -21,8 +21,7 @@ import torch
 from polytempo.collectives.device_choice import DeviceFacts
 from polytempo.collectives.reduce_ops import weighted_mean
 from polytempo.collectives.shared_buffer import SharedMeanBuffer
-from polytempo.device.device import FENCE_BYTES, SPACING, Device, DeviceMemory, Fences
-from polytempo.device.stream import StreamPoint
+from polytempo.device.device import FENCE_BYTES, SPACING, Device, DeviceMemory, Fences, StreamPoint
 from polytempo.transport.deadline import Deadline
 from polytempo.transport.local_peers import check_peers
 

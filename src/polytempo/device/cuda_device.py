@@ -1,23 +1,83 @@
-"""A GPU: memory by CUDA IPC, fences by stream memory operations."""
+"""A GPU: memory by CUDA IPC, fences by stream memory operations. Its streams are torch's, of high priority, so
+that other ranks wait for them no longer than they must.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
 
 import torch
 
-from polytempo.device.cuda_stream import CudaPoint, CudaStream
-from polytempo.device.device import SPACING, Device, DeviceMemory, Fences
+from polytempo.device.device import SPACING, Device, DeviceMemory, DeviceStream, Fences, StreamPoint
 from polytempo.device.driver import CudaDriver, DriverError
 from polytempo.device.pinned_memory import HostPins
-from polytempo.device.stream import DeviceStream, StreamPoint
 from polytempo.device.weighted_sum import DTYPES, TERMS, WeightedSum, sum_by_torch
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes
 from polytempo.transport.shared_memory import address_of
+
+
+class CudaPoint(StreamPoint):
+    """An event that was recorded in a stream.
+
+    Args:
+        stream: The stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event, self._device = torch.cuda.Event(), stream.device
+        self._event.record(stream)
+
+    def reached(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except RuntimeError:  # the device has failed: whatever is given to it next says how
+            return True
+
+    def order(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for it."""
+        self._event.wait(stream)
+
+
+class CudaStream(DeviceStream):
+    """A stream of one GPU.
+
+    Args:
+        place: torch's name for the GPU.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._stream = torch.cuda.Stream(place, priority=-1)
+
+    def here(self) -> StreamPoint:
+        return CudaPoint(torch.cuda.current_stream(self._place))
+
+    def after(self, point: StreamPoint) -> None:
+        if isinstance(point, CudaPoint):
+            point.hold(self._stream)
+
+    def current(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def mark(self) -> StreamPoint:
+        return CudaPoint(self._stream)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
 
 #: Allocations are multiples of this.
 GRAIN = 512

@@ -9,20 +9,70 @@ the last tensor on it is gone in every process that has it; a process that is ki
 A *fence* is a 32-bit counter in host memory that both processes map. It only grows. A stream writes it behind the work that
 it stands for (`signal`), a stream waits for it (`wait`), the host reads it (`reached`). A host that must not wait for ever
 for another process releases its own waits (`release`): they end at once, and what is behind them must not be used.
+
+A *stream* of this library's own does work in order, beside the script's:
+
+    point = stream.here()        in the caller's thread: what the caller has given its current stream so far
+    stream.after(point)          what the stream is given from now on waits for that
+    with stream.current(): ...   torch's calls inside are given to the stream
+    stream.give(work)            so is `work`, inside of that
+    done = stream.mark()         done.reached(): has the stream come this far? done.order(): the current stream waits for it
+
+The streams here are those of a device that runs what it is given at once: the stand-in. `cuda_device.py` has a GPU's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy
 import torch
 
-from polytempo.device.stream import DeviceStream, StreamPoint
 from polytempo.device.weighted_sum import sum_by_torch
 from polytempo.transport.channel import Bytes
+
+
+class StreamPoint:
+    """A place in a stream."""
+
+    def reached(self) -> bool:
+        """Whether all before it is complete. Never waits."""
+        return True
+
+    def order(self) -> None:
+        """What the current stream is given from now on waits for it; the host does not."""
+
+
+class DeviceStream:
+    """Work in order on one device."""
+
+    def here(self) -> StreamPoint:
+        """The end of what the caller's current stream was given so far."""
+        return StreamPoint()
+
+    def after(self, point: StreamPoint) -> None:
+        """What the stream is given from now on waits for a point of another."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """Inside, it is torch's current stream in this thread."""
+        return nullcontext()
+
+    def give(self, work: Callable[[], object]) -> None:
+        """Let it do some work, which reads and writes tensors of its device. Inside of `current`."""
+        work()
+
+    def mark(self) -> StreamPoint:
+        """The end of what it was given so far."""
+        return StreamPoint()
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Memory of these tensors, which other streams made, is not used for others before it has come this far."""
+
+    def finish(self) -> None:
+        """Wait until it has done all it was given."""
+
 
 #: Bytes between fences: each has a cache line to itself.
 SPACING = 64
@@ -158,3 +208,39 @@ class Device(ABC):
     def reaches(self, identity: str) -> bool:
         """Whether memory of that device can be mapped and used here: it is the same one, or a peer."""
         return identity == self.identity or identity in self.reachable()
+
+
+class Devices:
+    """The devices of one process: gives the `Device` of a torch device, made when it is first asked for.
+
+    Args:
+        stand_in: Is given for every torch device, also for the CPU: the stand-in for a GPU, in tests.
+    """
+
+    def __init__(self, stand_in: Device | None = None) -> None:
+        self.stand_in = stand_in
+        self._made: dict[int, Device] = {}
+
+    def of(self, place: torch.device | str) -> Device | None:
+        """The device, or None where torch's memory is not shared by device: on the CPU, and on other kinds of devices.
+
+        Raises:
+            PeerError: The CUDA driver cannot be loaded, or refuses.
+        """
+        if self.stand_in is not None:
+            return self.stand_in
+        place = torch.device(place)
+        if place.type != "cuda":
+            return None
+        index = torch.cuda.current_device() if place.index is None else place.index
+        if index not in self._made:
+            from polytempo.device.cuda_device import CudaDevice
+
+            self._made[index] = CudaDevice(index)
+        return self._made[index]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that this process has allocated by them and not given back."""
+        made = list(self._made.values()) if self.stand_in is None else [self.stand_in]
+        return sum(device.allocated for device in made)

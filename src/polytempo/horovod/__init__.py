@@ -5,7 +5,6 @@ What differs is on one page: docs/from-horovod.md.
 
 from __future__ import annotations
 
-from polytempo.horovod.all_to_alls import alltoall, alltoall_async
 from polytempo.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -30,31 +29,21 @@ from polytempo.horovod.basics import (
 )
 from polytempo.horovod.broadcast_state import (
     allgather_object,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from polytempo.horovod.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
 from polytempo.horovod.compression import Compression
 from polytempo.horovod.distributed_optimizer import DistributedOptimizer
 from polytempo.horovod.errors import DuplicateNameError, HorovodInternalError, MismatchError
-from polytempo.horovod.gathers import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-    sparse_allreduce_async,
-)
 from polytempo.horovod.handles import poll, synchronize
 from polytempo.horovod.negotiation import barrier, join
 from polytempo.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from polytempo.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from polytempo.horovod.reduce_scatters import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
 from polytempo.horovod.reductions import (
     allreduce,
     allreduce_,
@@ -64,6 +53,19 @@ from polytempo.horovod.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+)
+from polytempo.horovod.rows import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
 )
 from polytempo.horovod.sync_batch_norm import SyncBatchNorm
 

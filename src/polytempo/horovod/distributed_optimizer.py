@@ -119,7 +119,6 @@ class Distributed(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def _names(named_parameters: Named | None, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """The names of all parameters."""
     if named_parameters is None:
         return {}
     pairs = list(named_parameters)

@@ -3,7 +3,7 @@
 A bucket holds a copy of the gradients and, behind them, two flags for each parameter: did this rank have a gradient of it,
 and was it sparse? After the reduction they are 0 where no rank had one; the gradient is then None as before. Sparse
 gradients travel in a bucket only with `sparse_as_dense`, and become sparse again; otherwise they are gathered by themselves
-(`gathers.py`).
+(`rows.py`).
 
 `GradientReducer` launches buckets while backward runs (`reducer/buckets.py`), in one order on all ranks. They have
 a group of their own, so that a script may make other calls at any time; in a process set, whose optimizers share a group,
@@ -23,11 +23,11 @@ import torch
 
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.horovod.compression import Compressor
-from polytempo.horovod.gathers import gather_sparse
 from polytempo.horovod.negotiation import Call, CallKind, digest, negotiator_of, no_body
 from polytempo.horovod.ops import Average, Op
 from polytempo.horovod.process_sets import ProcessSet, global_process_set, state
 from polytempo.horovod.reductions import scale_
+from polytempo.horovod.rows import gather_sparse
 from polytempo.reducer.buckets import BucketScheduler, group_by_size
 from polytempo.train import communication
 
@@ -76,7 +76,10 @@ class GradientBucket:
     def fill(self) -> None:
         """Copy this rank's gradients into the bucket."""
         self._follow_parameters()
-        grads = [self._dense(param.grad) for param in self.params]
+        dense = self._options.sparse_as_dense
+        grads = [
+            (param.grad.to_dense() if dense else None) if is_sparse(param.grad) else param.grad for param in self.params
+        ]
         for view, grad in zip(self._views, grads, strict=True):
             _ = view.zero_() if grad is None else view.copy_(grad)
         self._had.copy_(torch.tensor([grad is not None for grad in grads]))
@@ -126,11 +129,6 @@ class GradientBucket:
     def had_dense(self, param: torch.Tensor) -> bool:
         """Did a rank have a dense gradient of this parameter?"""
         return any(bool(had) for one, had in zip(self.params, self._had.tolist(), strict=True) if one is param)
-
-    def _dense(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        if grad is None or not grad.is_sparse:
-            return grad
-        return grad.to_dense() if self._options.sparse_as_dense else None
 
 
 def is_sparse(grad: torch.Tensor | None) -> bool:
@@ -198,10 +196,9 @@ class GradientReducer:
         grouped = bucket_indices(self._params, self._apart)
         self._buckets = [GradientBucket([self._params[index] for index in bucket], self._options) for bucket in grouped]
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
-        self._scheduler = BucketScheduler(grouped, self._launch, self._stamp, in_order=True)
-
-    def _stamp(self, index: int) -> GradientStamp:
-        return GradientStamp(self._params[index].grad)
+        self._scheduler = BucketScheduler(
+            grouped, self._launch, lambda index: GradientStamp(self._params[index].grad), in_order=True
+        )
 
     # While backward runs.
 

@@ -53,6 +53,11 @@ def together(handles: Sequence[Handle[Result]]) -> Handle[list[Result]]:
     return Handle(lambda: [handle.wait() for handle in handles], parts)
 
 
+def first(handle: Handle[list[Result]]) -> Handle[Result]:
+    """The handle of a call on one tensor, from that of a call on several."""
+    return Handle(lambda: handle.wait()[0], handle._parts)
+
+
 def numbered(name: str | None, index: int) -> str | None:
     """The name of one call of a grouped call."""
     return None if name is None else f"{name}.{index}"

@@ -182,23 +182,23 @@ class Matching:
             if call.kind == CallKind.JOIN:
                 self._joined.setdefault(rank, self._round)
             elif call.kind != CallKind.WAIT:
-                found.keys[rank] = key = self._key(rank, call)
+                key: CallKey = (call.key, 0)
+                if not call.key:
+                    self._unnamed[rank] += 1
+                    key = (0, self._unnamed[rank])
+                found.keys[rank] = key
                 self._pending.setdefault(key, {})[rank] = call
         ready = [key for key, made in self._pending.items() if made.keys() | self._joined.keys() >= set(self._ranks)]
         found.matches = [Match(key, made := self._pending.pop(key), self._problem(made)) for key in ready]
         if not found.matches and not found.keys and any(call.kind == CallKind.WAIT for call in calls):
-            found.matches, self._pending = self._deadlocked(), {}
+            # Each of the pending calls would wait for a call that is never made.
+            found.matches = [Match(key, made, self._missing(made)) for key, made in self._pending.items()]
+            self._pending = {}
         if len(self._joined) == len(self._ranks):
             found.last = max(self._joined, key=lambda rank: (self._joined[rank], rank))
             self._joined.clear()
             self._unnamed.clear()  # ranks that joined early have made fewer calls
         return found
-
-    def _key(self, rank: int, call: Call) -> CallKey:
-        if call.key:
-            return call.key, 0
-        self._unnamed[rank] += 1
-        return 0, self._unnamed[rank]
 
     def _problem(self, calls: dict[int, Call]) -> str:
         """Why calls do not fit together, or need ranks that have joined; empty if they can start."""
@@ -215,10 +215,6 @@ class Matching:
                 "steps and barrier go on until all ranks have joined"
             )
         return ""
-
-    def _deadlocked(self) -> list[Match]:
-        """All pending calls, with the error that each would wait for a call that is never made."""
-        return [Match(key, made, self._missing(made)) for key, made in self._pending.items()]
 
     def _missing(self, calls: dict[int, Call]) -> str:
         first, mine = min(calls.items())
@@ -462,14 +458,21 @@ def join(device: int = -1) -> int:
         UsageError: An optimizer of this rank has gradients under way.
         HorovodInternalError: A rank failed.
     """
-    _check_idle()
+    for reference in state().reducers:
+        reducer = reference()
+        if reducer is not None:
+            reducer.check_idle("join()")
     if session.size() == 1:
         return session.rank()
     negotiator = negotiator_of(global_process_set)
     while True:
         last, steps = negotiator.join()
         for calls in steps:
-            _take_part(list(calls.values()))
+            number = next(iter(calls.values())).root
+            reducer = state().reducers[number]() if number < len(state().reducers) else None
+            if reducer is None:
+                raise UsageError(f"other ranks step optimizer {number}, which rank {session.rank()} does not have")
+            reducer.take_part(2 if any(call.own for call in calls.values()) else 1)
         if last is not None:
             return last
 
@@ -492,18 +495,3 @@ def no_body(calls: dict[int, Call], group: object) -> CallSteps:
     """The body of a call that consists of its records alone."""
     yield from ()
     return calls
-
-
-def _check_idle() -> None:
-    for reference in state().reducers:
-        reducer = reference()
-        if reducer is not None:
-            reducer.check_idle("join()")
-
-
-def _take_part(calls: list[Call]) -> None:
-    number = calls[0].root
-    reducer = state().reducers[number]() if number < len(state().reducers) else None
-    if reducer is None:
-        raise UsageError(f"other ranks step optimizer {number}, which rank {session.rank()} does not have")
-    reducer.take_part(2 if any(call.own for call in calls) else 1)

@@ -13,7 +13,7 @@ import torch
 
 from polytempo.errors import UsageError, WrongType
 from polytempo.horovod.compression import Compression, Compressor
-from polytempo.horovod.handles import Handle
+from polytempo.horovod.handles import Handle, first, numbered
 from polytempo.horovod.negotiation import Call, CallKind, CallSteps, PendingCall, call_of, digest, dtype_code, negotiator_of
 from polytempo.horovod.ops import Average, Op, Sum, choose_op
 from polytempo.horovod.process_sets import ProcessSet, check_member, global_process_set
@@ -49,11 +49,12 @@ def check_tensors(tensors: ReducedTensors, call: str) -> None:
             raise WrongType(f"{call} needs dense tensors, got one with layout {tensor.layout}; use .to_dense()")
 
 
-def scale_(tensor: torch.Tensor, factor: float) -> None:
+def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply in place; integers are truncated, as in Horovod."""
     if factor != 1.0:
         exact = tensor.is_floating_point() or tensor.is_complex()
         _ = tensor.mul_(factor) if exact else tensor.copy_(tensor.double() * factor)
+    return tensor
 
 
 def pack(tensors: ReducedTensors) -> list[list[torch.Tensor]]:
@@ -108,7 +109,8 @@ def start(tensors: ReducedTensors, how: Reduction, in_place: bool) -> Handle[lis
     with torch.no_grad():
         kept = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         alike = pack(kept)
-        packs = [_Pack(some, _named(how, index if len(alike) > 1 else None)) for index, some in enumerate(alike)]
+        names = [how.name if len(alike) == 1 else numbered(how.name, index) for index in range(len(alike))]
+        packs = [_Pack(some, replace(how, name=name)) for some, name in zip(alike, names, strict=True)]
 
     def finish() -> list[torch.Tensor]:
         with torch.no_grad():
@@ -117,11 +119,6 @@ def start(tensors: ReducedTensors, how: Reduction, in_place: bool) -> Handle[lis
         return list(tensors) if in_place else kept
 
     return Handle(finish, [some.pending for some in packs if some.pending is not None])
-
-
-def _named(how: Reduction, index: int | None) -> Reduction:
-    """The reduction of one of several packs, with a name of its own."""
-    return how if how.name is None or index is None else replace(how, name=f"{how.name}.{index}")
 
 
 class _Reduce(torch.autograd.Function):  # type: ignore[misc]
@@ -148,10 +145,6 @@ def reduce_differentiably(tensors: ReducedTensors, how: Reduction, compression: 
 
 
 # Horovod's eight forms: one tensor or several, a new one or in place, synchronous or not.
-
-
-def _first(handle: Handle[list[torch.Tensor]]) -> Handle[torch.Tensor]:
-    return Handle(lambda: handle.wait()[0], handle._parts)
 
 
 def allreduce(
@@ -217,7 +210,7 @@ def allreduce_async(
         PeerError: A rank is lost.
     """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
-    return _first(start([tensor], how, in_place=False))
+    return first(start([tensor], how, in_place=False))
 
 
 def allreduce_async_(
@@ -249,7 +242,7 @@ def allreduce_async_(
         PeerError: A rank is lost.
     """
     how = Reduction(choose_op(op, average), process_set, name, prescale_factor, postscale_factor)
-    return _first(start([tensor], how, in_place=True))
+    return first(start([tensor], how, in_place=True))
 
 
 def allreduce_(

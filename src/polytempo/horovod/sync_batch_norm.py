@@ -65,7 +65,11 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         centered = wide - mean.view(shape)
         variance = self._total((centered * centered).sum(over)) / total
         if self.training and self.track_running_stats:
-            self._remember(mean.detach(), variance.detach(), total)
+            self.num_batches_tracked.add_(1)
+            share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            unbiased = variance.detach() * total / (total - 1).clamp(min=1)
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), share)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         normal = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
@@ -73,10 +77,3 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
     def _total(self, tensor: torch.Tensor) -> torch.Tensor:
         return allreduce(tensor, op=Sum, process_set=self.process_set)
-
-    def _remember(self, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * total / (total - 1).clamp(min=1)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)

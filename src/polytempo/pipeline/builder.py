@@ -7,18 +7,31 @@ subgroups of that one, so ranks outside need not know of it, and pipelines on di
 
     auto                          every rank behind a link of 5 GB/s, about the bandwidth of shared memory between processes
     auto:10Gb/s                   the same with another bandwidth
-    auto:4x4:12GB/s,10Gb/s        a topology (see topology.py), the ranks of a host adjacent
+    auto:4x4:12GB/s,10Gb/s        a topology (see planner.py), the ranks of a host adjacent
 
 The plan uses every rank. Its unit of work is the example, so it should have as many samples as a step.
+
+A pipeline is one axis of a mesh, and knows nothing of the others; they add hooks (`StageHooks`):
+
+    tensor   `prepare_part` replaces layers of this rank's part by their shards; the norm for clipping is over the ranks of
+             the whole replica, where a replicated parameter is counted once; all shards stop at the same step
+    data     the optimizer of a stage is a `DistributedOptimizer` (`stage.py`): nothing of it is in here
+
+Where a stage computes:
+
+    device="cuda:1", torch.device(...), "cpu"      this rank's stage is there
+    device="cuda"                                  GPU `local_rank` of this host, modulo those that this process sees
+    device=["cuda:0", "cuda:0", "cpu"]             one for each stage, the same on every rank
+    device=None                                    where the model is; as "cuda" if the example is on a GPU and it is not
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,7 +39,7 @@ from torch import nn
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
 from polytempo.device.device import Device
-from polytempo.errors import BrokenInvariant, PolytempoError, UsageError, nearest
+from polytempo.errors import BrokenInvariant, PeerError, PolytempoError, UsageError, nearest
 from polytempo.pipeline.actions import ReplicaActions, Schedule, from_text, last_backwards
 from polytempo.pipeline.check import Facts, check
 from polytempo.pipeline.deferred_gradients import DeferredGradients
@@ -34,16 +47,95 @@ from polytempo.pipeline.device_messages import exchange_devices
 from polytempo.pipeline.gradient_sync import Clipping, GradientSync
 from polytempo.pipeline.partition import ModelPart, PartitionPlan, cut, tied, training_only
 from polytempo.pipeline.plan_report import explain
-from polytempo.pipeline.planner import PlannedStage, StagePlan, plan
+from polytempo.pipeline.planner import PlannedStage, StagePlan, Topology, parse_topology, plan
 from polytempo.pipeline.point_to_point import PointToPoint
 from polytempo.pipeline.profiler import profile
 from polytempo.pipeline.runtime import RankLayout, Runtime
 from polytempo.pipeline.schedules import SteadyState, make
 from polytempo.pipeline.stage import Loss, MakeOptimizer, Stage
-from polytempo.pipeline.stage_device import StageDevices, asks_for_gpu, chosen, shared_device
-from polytempo.pipeline.stage_hooks import StageHooks
-from polytempo.pipeline.topology import Topology, parse_topology
 from polytempo.sync.compatibility import Feature, check_features
+
+StageDevice: TypeAlias = torch.device | str | None
+StageDevices: TypeAlias = StageDevice | Sequence[torch.device | str]
+
+
+def chosen(
+    device: StageDevices, stage: int, stages: int, local_rank: int, gpus: int, asks: bool = False
+) -> torch.device | None:
+    """Where a stage computes; None: where its parameters are.
+
+    Args:
+        device: As the user gave it.
+        stage: The number of the stage.
+        stages: How many there are.
+        local_rank: Of this process among those of its host.
+        gpus: How many this process sees.
+        asks: The example is on a GPU and the model is not.
+
+    Raises:
+        UsageError: There is no such device, or a list is not of one device for each stage.
+    """
+    if isinstance(device, Sequence) and not isinstance(device, str):
+        if len(device) != stages:
+            raise UsageError(
+                f"expected a device for each of {stages} stages, got {len(device)}; give {stages}, or one for all"
+            )
+        device = device[stage]
+    if device is None and not asks:
+        return None
+    place = torch.device("cuda" if device is None else device)
+    if place.type != "cuda":
+        return place
+    if not gpus:
+        raise UsageError(f"expected a GPU for device={str(place)!r}, and this process sees none; use device='cpu'")
+    index = local_rank % gpus if place.index is None else place.index
+    if index >= gpus:
+        raise UsageError(f"expected a GPU from cuda:0 to cuda:{gpus - 1}, got {str(place)!r}; see CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", index)
+
+
+def asks_for_gpu(example: Any, parameters: Sequence[torch.Tensor]) -> bool:
+    """Is the example on a GPU, and the model not?"""
+    given = example if isinstance(example, tuple | list) else (example,)
+    there = any(isinstance(value, torch.Tensor) and value.is_cuda for value in given)
+    return there and not any(tensor.is_cuda for tensor in parameters)
+
+
+def shared_device(place: torch.device) -> Device | None:
+    """The device whose memory a stage shares with others: its GPU; None on the CPU, or where the driver refuses."""
+    if place.type != "cuda":
+        return None
+    from polytempo.device.cuda_device import CudaDevice
+
+    try:
+        return CudaDevice(place.index if place.index is not None else torch.cuda.current_device())
+    except PeerError:
+        return None
+
+
+@dataclass(frozen=True)
+class StageHooks:
+    """Hooks of one rank; all ranks of a pipeline have the same kinds of them.
+
+    Attributes:
+        prepare_part: Called with this rank's part after the cut, before its optimizer is made.
+        norm_group: The ranks over which the norm of the gradients is taken; None: those of the pipeline.
+        counts: Does this rank add the gradient of a parameter, by its name in the whole model, to that norm?
+        groups: Groups beside those of the pipeline whose ranks are told when this rank fails.
+        agree_to_stop: Called on the last stage at each step of a job with a budget, with what this rank was told; returns
+            what all lanes of the replica were.
+        device: Whose memory this rank shares with other stages; None: that of its GPU, if it has one.
+        title: What lines about the progress call the training; empty: the pipeline.
+    """
+
+    prepare_part: Callable[[ModelPart], None] | None = None
+    norm_group: RankGroup | None = None
+    counts: Callable[[str], bool] = lambda name: True
+    groups: tuple[RankGroup, ...] = ()
+    agree_to_stop: Callable[[bool], bool] | None = None
+    device: Device | None = None
+    title: str = ""
+
 
 Cuts = int | Sequence[int] | PartitionPlan
 #: For each set of stages that hold the same parameters, the names of these in this rank's part.
@@ -125,7 +217,10 @@ class StageBuilder:
         if self.auto is not None:
             self.stages = self._planned(self.auto, planning, self._place(device, 0, 0, world))
         schedule = self._schedule(planning.size)
-        facts = _checked(schedule)
+        try:
+            facts = check(schedule)
+        except BrokenInvariant as problem:
+            raise UsageError(f"the schedule {schedule.name!r} cannot be run: {problem}") from problem
         self._check_clipping(schedule)
         layout = RankLayout(schedule.replicas, planning.ranks)
         if layout.size != planning.size:
@@ -134,13 +229,16 @@ class StageBuilder:
                 f"{'job' if group is None else 'group'} has {planning.size}; "
                 f"{'start' if group is None else 'give a group of'} {layout.size}, or use other stages or replicas"
             )
-        parts = cut(self.model, self._cuts(schedule), self.example)
+        parts = cut(self.model, self.stages if self.stages is not None else schedule.stages, self.example)
         number, replica = layout.of(world.rank)
         parent = world.new_group(planning.ranks) if group is None else group
         assert parent is not None
         group = world.subgroup(parent, parent.ranks)
         assert group is not None
-        names, tensors, unused = self._described(parts)
+        tensors = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
+        held = [name for stage in tensors for name in stage]
+        state = self.model.state_dict() if isinstance(self.model, nn.Module) else {}
+        whole = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         shared, part = _tied_names(parts, number, schedule), parts[number]
         if self.hooks.prepare_part is not None:
             self.hooks.prepare_part(part)
@@ -153,7 +251,9 @@ class StageBuilder:
         _check_data_axis(stage, schedule, shared)
         if stage.data_axis is not None:
             stage.data_axis.sends_early = not gradient_sync.changes_gradients()
-        p2p = PointToPoint(group, stage.device, self._shared(group, stage.device))
+        shared_memory = self.hooks.device or shared_device(stage.device)
+        peers = exchange_devices(group, shared_memory)  # the ranks with which this stage shares its memory
+        p2p = PointToPoint(group, stage.device, (shared_memory, peers) if shared_memory is not None else None)
         deferred, actions = DeferredGradients(facts.activations[number]), schedule.actions[number][replica]
         steady_state, first = self._steady_state(schedule, number, replica), self._steady_state(schedule, 0, 0)
         lasts = frozenset[int]() if steady_state else last_backwards(actions)
@@ -171,9 +271,9 @@ class StageBuilder:
             steady_state=steady_state,
             # Replicas synchronise at updates: a loss is there only after the minibatches of the other replicas.
             lag=max(first.lag(), max(layout.replicas) - 1) if first is not None else 0,
-            names=names,
+            names=list(whole) if isinstance(self.model, nn.Module) else held,
             tensors=tensors,
-            unused=unused,
+            unused={name: value for name, value in whole.items() if name not in held},
             training_only=training_only(part.module for part in parts),
         )
 
@@ -183,19 +283,11 @@ class StageBuilder:
         """Where a stage computes. `stages` 0: where layers are measured, which is where the first stage is."""
         ranks = next(host for host in world.all_ranks.place.hosts if world.rank in host)
         given: StageDevices = device if isinstance(device, str) or not isinstance(device, Sequence) or stages else device[0]
-        asks = given is None and self.example is not None and asks_for_gpu(self.example, self._tensors())
+        modules = [self.model] if isinstance(self.model, nn.Module) else self.model
+        params = [param for module in modules for param in module.parameters()]
+        asks = given is None and self.example is not None and asks_for_gpu(self.example, params)
         seen = torch.cuda.device_count() if asks or given is not None else 0
         return chosen(given, stage, stages, ranks.index(world.rank), seen, asks)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        modules = [self.model] if isinstance(self.model, nn.Module) else self.model
-        return [param for module in modules for param in module.parameters()]
-
-    def _shared(self, group: RankGroup, place: torch.device) -> tuple[Device, frozenset[int]] | None:
-        """The device whose memory this stage shares, and the ranks with which it does."""
-        device = self.hooks.device or shared_device(place)
-        peers = exchange_devices(group, device)
-        return (device, peers) if device is not None else None
 
     # The schedule.
 
@@ -231,20 +323,17 @@ class StageBuilder:
         return found
 
     def _schedule(self, ranks: int) -> Schedule:
-        if isinstance(self.spec, str) and ":" not in self.spec:
-            return self._by_spec(self.spec, ranks)
-        schedule = self.spec if isinstance(self.spec, Schedule) else from_text(self.spec)
-        for name, asked, has in (
-            ("stages", self._count(schedule.stages), schedule.stages),
-            ("microbatches", self.microbatches, schedule.microbatches),
-            ("replicas", self._replicas(), schedule.replicas),
-        ):
-            if asked is not None and asked != has:
-                raise UsageError(f"the schedule {schedule.name!r} has {name} {has}, not {asked}; leave {name} out")
-        return schedule
-
-    def _by_spec(self, spec: str, ranks: int) -> Schedule:
-        replicas = self._replicas()
+        spec, replicas = self.spec, self._replicas()
+        if not isinstance(spec, str) or ":" in spec:
+            schedule = spec if isinstance(spec, Schedule) else from_text(spec)
+            for name, asked, has in (
+                ("stages", self._count(schedule.stages), schedule.stages),
+                ("microbatches", self.microbatches, schedule.microbatches),
+                ("replicas", replicas, schedule.replicas),
+            ):
+                if asked is not None and asked != has:
+                    raise UsageError(f"the schedule {schedule.name!r} has {name} {has}, not {asked}; leave {name} out")
+            return schedule
         stages = self._count(len(replicas) if replicas is not None else ranks)
         least = sum(replicas) if replicas is not None else stages
         schedule = make(spec, stages, least if self.microbatches is None else self.microbatches, replicas)
@@ -261,15 +350,11 @@ class StageBuilder:
         return tuple(self.replicas) if self.replicas is not None else None
 
     def _count(self, otherwise: int) -> int:
-        """The number of stages."""
         if self.stages is None:
             return otherwise
         if isinstance(self.stages, int):
             return self.stages
         return len(self.stages if isinstance(self.stages, Sequence) else self.stages.stages)
-
-    def _cuts(self, schedule: Schedule) -> Cuts:
-        return self.stages if self.stages is not None else schedule.stages
 
     def _steady_state(self, schedule: Schedule, stage: int, replica: int) -> SteadyState | None:
         spec = self.spec
@@ -304,14 +389,6 @@ class StageBuilder:
             first = world.rank == layout.rank(own, 0)
             clipping = Clipping(whole, self.clip_norm, list(mine) if first else [])
         return GradientSync(replicas[own], [(group, own) for group, own in groups if group is not None], clipping)
-
-    def _described(self, parts: list[ModelPart]) -> tuple[list[str], list[TensorShapes], dict[str, torch.Tensor]]:
-        tensors = [{name: (value.shape, value.dtype) for name, value in part.state().items()} for part in parts]
-        held = [name for stage in tensors for name in stage]
-        if not isinstance(self.model, nn.Module):
-            return held, tensors, {}
-        whole = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        return list(whole), tensors, {name: value for name, value in whole.items() if name not in held}
 
 
 def _tied_names(parts: list[ModelPart], own: int, schedule: Schedule) -> TiedNames:
@@ -373,13 +450,6 @@ def _stage(
         device=place,
         alone=schedule.stages == 1,
     )
-
-
-def _checked(schedule: Schedule) -> Facts:
-    try:
-        return check(schedule)
-    except BrokenInvariant as problem:
-        raise UsageError(f"the schedule {schedule.name!r} cannot be run: {problem}") from problem
 
 
 DEFAULT_RATE = "5GB/s"

@@ -111,8 +111,11 @@ def check(schedule: Schedule) -> Facts:
         _check_line(schedule, stage, replica, actions)
     updates = tuple(_updates(schedule, stage) for stage in range(schedule.stages))
     used = _used(schedule, updates)
-    in_flight = _most(schedule, [_peak_in_flight(actions) for _, _, actions in schedule.each_replica()])
-    kept = _most(schedule, [_peak_versions(actions, used[stage]) for stage, _, actions in schedule.each_replica()])
+    in_flight = tuple(max(map(_peak_in_flight, replicas)) for replicas in schedule.actions)
+    kept = tuple(
+        max(_peak_versions(actions, of_stage) for actions in replicas)
+        for replicas, of_stage in zip(schedule.actions, used, strict=True)
+    )
     least = (1,) * schedule.stages if schedule.recompute else in_flight
     shares = [-(-schedule.microbatches // count) for count in schedule.replicas]
     activations = tuple(min(share, most + schedule.spare) for share, most in zip(shares, least, strict=True))
@@ -164,7 +167,7 @@ def _updates(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _rounds(actions: ReplicaActions) -> Iterator[list[int]]:
-    """The microbatches of the backwards before each update of a actions."""
+    """The microbatches of the backwards before each update."""
     pending: list[int] = []
     for action in actions:
         if action.kind == "B":
@@ -200,12 +203,6 @@ def _used(schedule: Schedule, updates: tuple[tuple[tuple[int, ...], ...], ...]) 
                     f"version: F{number} needs version {first} of stage {stage}, which is at version {here} by then"
                 )
     return (tuple(newest[0]),) * schedule.stages
-
-
-def _most(schedule: Schedule, numbers: list[int]) -> tuple[int, ...]:
-    """The largest number of each stage, from one for each actions."""
-    rest = iter(numbers)
-    return tuple(max(next(rest) for _ in range(count)) for count in schedule.replicas)
 
 
 def _peak_in_flight(actions: ReplicaActions) -> int:

@@ -189,7 +189,9 @@ class DeviceMessages:
         if block not in of.blocks:
             of.blocks[block] = self.device.open(handle[:length], nbytes)
         of.last, of.since = max(of.last, count), time.monotonic()
-        self._keep_watch()
+        if self._watch is None:
+            self._watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="polytempo-fences", daemon=True)
+            self._watch.start()
         with self._stream.apart():
             of.fences.wait(WRITTEN, count)
             values = copied_out(form, of.blocks[block].tensor, self.device.place)
@@ -227,11 +229,6 @@ class DeviceMessages:
             time.sleep(POLL)
 
     # Senders that are lost, while this process may be blocked in a call that waits for its own GPU.
-
-    def _keep_watch(self) -> None:
-        if self._watch is None:
-            self._watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="polytempo-fences", daemon=True)
-            self._watch.start()
 
     def look(self) -> None:
         """Release the fences of senders that are gone, or that have not written in time."""

@@ -31,19 +31,16 @@ class Clipping:
 
     def clip(self, params: Sequence[nn.Parameter]) -> None:
         """Scale the gradients of these parameters as torch's `clip_grad_norm_` on the whole model would."""
-        found = [param.grad for param in self._counted if param.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).double() for gradient in found]
+        norms = []
+        for gradient in (param.grad for param in self._counted if param.grad is not None):
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # where squares of half precision do not overflow
+            norms.append(torch.linalg.vector_norm(gradient, dtype=wide).double())
         squares = torch.stack(norms).square().sum().reshape(1).cpu() if norms else torch.zeros(1, dtype=torch.float64)
         if self.group.size > 1:
             self.group.all_reduce([squares]).wait()
         total = squares.sqrt().squeeze()
         self.norm = float(total)
         nn.utils.clip_grads_with_norm_(params, self._max_norm, total)
-
-
-def _wide(gradient: torch.Tensor) -> torch.dtype:
-    """The norm of half-precision gradients is computed in float32, where their squares do not overflow."""
-    return torch.promote_types(gradient.dtype, torch.float32)
 
 
 class GradientSync:

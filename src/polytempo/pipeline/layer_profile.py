@@ -129,7 +129,6 @@ def chain_of(graph: Mapping[str, Any], *, batch: int = 1, width: int = 1) -> Pro
 
 
 def _merged(nodes: Sequence[Mapping[str, Any]], passing: Sequence[Mapping[str, Any]]) -> Layer:
-    """These nodes as one layer that passes on the outputs of those."""
     forward, backward, made, weights = (math.fsum(node[key] for node in nodes) for key in _MEASURES)
     names = [node["name"] for node in nodes]
     name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
@@ -160,22 +159,17 @@ def _order(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[str]:
         after[producer].append(consumer)
     depth = _longest_paths(before)
     final = max((node for node in nodes if not after[node]), key=lambda node: depth[node])
-    needed = _reached(final, before)
+    needed, to_do = {final}, [final]
+    while to_do:
+        more = set(before[to_do.pop()]) - needed
+        needed |= more
+        to_do.extend(more)
     height = _longest_paths({node: [n for n in after[node] if n in needed] for node in nodes if node in needed})
     places: dict[str, tuple[int, int]] = {node: (-height[node], 0) for node in needed}
     for node in sorted((n for n in nodes if n not in needed), key=lambda n: depth[n]):
         rank, side = max((places[n] for n in before[node]), default=(-len(nodes), 0))
         places[node] = (rank, side + 1)
     return sorted(nodes, key=lambda n: places[n])
-
-
-def _reached(start: str, neighbours: Mapping[str, Sequence[str]]) -> set[str]:
-    reached, to_do = {start}, [start]
-    while to_do:
-        found = set(neighbours[to_do.pop()]) - reached
-        reached |= found
-        to_do.extend(found)
-    return reached
 
 
 def _longest_paths(neighbours: Mapping[str, Sequence[str]]) -> dict[str, int]:

@@ -94,7 +94,6 @@ def cut(
 
 
 def _ends(chain: LayerChain | TracedModel, stages: int | Sequence[int] | PartitionPlan) -> list[int]:
-    """The end of each part."""
     if isinstance(stages, int):
         chain.refine(stages)
         have = len(chain.costs)
@@ -153,7 +152,11 @@ class TracedModel:
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | None = None) -> None:
         with _tracing:
             self._root = _graph_of(model, example)
-        self._guards = _take_guards(self._root)
+        self._guards: nn.Module | None = None
+        for node in self._root.graph.find_nodes(op="call_module", target="_guards_fn"):
+            # Newer versions of torch.export put it first in the graph.
+            self._root.graph.erase_node(node)
+            self._guards = self._root.get_submodule("_guards_fn")
         self._known = frozenset(model.state_dict())  # torch.fx makes all buffers persistent
         nodes = list(self._root.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
@@ -161,7 +164,9 @@ class TracedModel:
         self._output = next(node for node in nodes if node.op == "output")
         if not self._nodes:
             raise UsageError(f"{type(model).__name__} computes nothing: there is nothing to cut")
-        self._last_use = self._find_last_uses()
+        self._last_use: dict[fx.Node, int] = {}  # the place of the last operation that needs each value
+        for place, node in enumerate([*self._nodes, self._output]):
+            self._last_use |= dict.fromkeys(node.all_input_nodes, place)
         self._ends = [at for at in range(1, len(self._nodes)) if len(self._passing(at)) == 1] + [len(self._nodes)]
         self._describe()
 
@@ -180,13 +185,6 @@ class TracedModel:
         return ModelPart(module, spreads=True, known=self._known)
 
     # Analysis of the graph.
-
-    def _find_last_uses(self) -> dict[fx.Node, int]:
-        """The place of the last operation that needs each value."""
-        uses: dict[fx.Node, int] = {}
-        for place, node in enumerate([*self._nodes, self._output]):
-            uses |= dict.fromkeys(node.all_input_nodes, place)
-        return uses
 
     def _passing(self, at: int) -> list[fx.Node]:
         """The values that operations from this place on need from before it."""
@@ -246,14 +244,6 @@ class Guard:
                 f"the model was traced with an example of its inputs, and these inputs are not like it: {problem}"
             ) from None
         self._good.add(seen)
-
-
-def _take_guards(root: fx.GraphModule) -> nn.Module | None:
-    """Remove and return the guard that newer versions of torch.export put first in the graph."""
-    for node in root.graph.find_nodes(op="call_module", target="_guards_fn"):
-        root.graph.erase_node(node)
-        return root.get_submodule("_guards_fn")
-    return None
 
 
 def _size(root: nn.Module, target: str) -> int:

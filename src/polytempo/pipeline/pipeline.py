@@ -6,13 +6,16 @@ loss over the whole batch, so a schedule that flushes trains as the model would 
     builder      the model is partitioned, the schedule checked, ranks placed and connected: a `StageBuild`
     training     a step: microbatches in, the schedule's actions run (runtime, stage, point_to_point), losses out
     state        the whole model's state, checkpoints
-    evaluation   forwards without training
+
+An evaluation makes forwards alone through all stages, in evaluation mode. The batch is split into as many pieces as a step
+has microbatches. They need not be equal; an empty piece is passed on without a forward. At the end all ranks wait for the
+last stage, so that no stage is ahead by more than a batch.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,18 +26,17 @@ from torch import nn
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.pipeline.actions import Schedule
-from polytempo.pipeline.budget import PipelineBudget
-from polytempo.pipeline.builder import StageBuilder
-from polytempo.pipeline.evaluation import Evaluation
+from polytempo.pipeline.builder import StageBuild, StageBuilder, StageDevices, StageHooks
 from polytempo.pipeline.partition import PartitionPlan
+from polytempo.pipeline.point_to_point import EVALUATED, EVALUATION
 from polytempo.pipeline.runtime import CompletedAction
-from polytempo.pipeline.stage import Loss, MakeOptimizer
-from polytempo.pipeline.stage_device import StageDevices
-from polytempo.pipeline.stage_hooks import StageHooks
+from polytempo.pipeline.stage import Loss, MakeOptimizer, scalar
+from polytempo.pipeline.stage_message import StageMessage, rows, split, stage_inputs
 from polytempo.pipeline.state import PipelineState
 from polytempo.pipeline.trace_files import write_trace
-from polytempo.pipeline.training import TrainingLoop
-from polytempo.session.session import Session, current
+from polytempo.pipeline.training import PipelineBudget, TrainingLoop
+from polytempo.session.session import current
+from polytempo.summation import in_order
 from polytempo.train.communication import Group
 from polytempo.train.progress_reporter import ProgressReporter
 
@@ -107,8 +109,14 @@ class Pipeline:
     ) -> None:
         session = current()
         self._hooks = _hooks or StageHooks()
+        if group is not None and group.inner is None:
+            ranks = ", ".join(map(str, group.ranks))
+            raise UsageError(
+                f"rank {session.rank} is not in the group of ranks {ranks}; make its pipeline on these ranks only"
+            )
+        members = group.inner if group is not None else None
         builder = StageBuilder(model, stages, schedule, microbatches, replicas, example, clip_norm, _hooks)
-        self._built = builder.build(session.world(), _members(group, session), loss, optimizer, seed, device)
+        self._built = builder.build(session.world(), members, loss, optimizer, seed, device)
         self.schedule, self.facts, self.stage = self._built.schedule, self._built.facts, self._built.stage
         self.microbatches = self._built.microbatches  #: of a batch
         self._broken: Exception | None = None
@@ -342,19 +350,118 @@ class Pipeline:
         return PeerError(f"{own} failed{where}: {name}{' '.join(str(error).split())}")
 
 
-def _members(group: Group | None, session: Session) -> RankGroup | None:
-    """The ranks of a pipeline; None for all."""
-    if group is None:
-        return None
-    if group.inner is None:
-        ranks = ", ".join(map(str, group.ranks))
-        raise UsageError(f"rank {session.rank} is not in the group of ranks {ranks}; make its pipeline on these ranks only")
-    return group.inner
-
-
 def pipeline_title(schedule: Schedule) -> str:
     """For the progress line: `pipeline of 4 stages, 1f1b, 8 microbatches`."""
     stages = f"{schedule.stages} stage{'s' * (schedule.stages != 1)}"
     shared = f" (replicas {'-'.join(map(str, schedule.replicas))})" if max(schedule.replicas) > 1 else ""
     split = f", {schedule.microbatches} microbatch{'es' * (schedule.microbatches != 1)}" if schedule.flushes else ""
     return f"pipeline of {stages}{shared}, {schedule.name}{split}"
+
+
+EMPTY = StageMessage([None], single=True)
+
+
+class Evaluation:
+    """One rank's part of an evaluation."""
+
+    def __init__(self, built: StageBuild) -> None:
+        self._stage, self._layout, self._p2p, self._rank = built.stage, built.layout, built.p2p, built.rank
+        self._pieces, self._replica, self._last = built.microbatches, built.replica, built.layout.last_stage
+        self._batches = 0
+
+    def loss(self, x: Any, y: Any, loss: Loss | None) -> float:
+        """The mean loss of a batch, on every rank."""
+        targets = split(y, self._pieces, self._stage.device, even=False) if loss is not None else []
+        found: list[tuple[float, int]] = []
+
+        def add(number: int, out: Any) -> None:
+            assert loss is not None
+            found.append((float(scalar(loss(out, targets[number]))), rows(out)))
+
+        self._through(x, add)
+        total, examples = self._reduced(in_order(mean * count for mean, count in found), sum(count for _, count in found))
+        return total / examples
+
+    def outputs(self, x: Any) -> Any:
+        """The outputs for a batch, on the first replica of the last stage; None elsewhere."""
+        found: dict[int, Any] = {}
+        self._through(x, found.__setitem__)
+        outputs = self._gathered(found) if self._stage.number == self._last else None
+        self._reduced()
+        return outputs
+
+    def _through(self, x: Any, finish: Callable[[int, Any], object]) -> None:
+        """Run all pieces of this rank; at the last stage, call `finish` with each number and output."""
+        stage, layout = self._stage, self._layout
+        inputs = stage_inputs(x, self._pieces, stage.device, even=False) if stage.number == 0 else []
+        with evaluating(stage.part.module), torch.no_grad():
+            for number in range(self._replica, self._pieces, layout.replicas[stage.number]):
+                if stage.number:
+                    message = self._p2p.take(self._neighbour(stage.number - 1, number), EVALUATION, self._number(number))
+                else:
+                    message = inputs[number] if rows(inputs[number].values) else EMPTY
+                present = message.values != [None]
+                out = stage.infer(message) if present else None
+                if stage.number < self._last:
+                    self._send(self._neighbour(stage.number + 1, number), number, out if present else None)
+                elif present:
+                    finish(number, out)
+
+    def _send(self, to: int, number: int, out: Any) -> None:
+        single = not isinstance(out, tuple | list)
+        self._p2p.send(to, EVALUATION, StageMessage([out] if single else list(out), single, self._number(number)))
+
+    def _gathered(self, found: dict[int, Any]) -> Any:
+        """All outputs in order, on the first replica."""
+        replicas = self._layout.replicas[self._last]
+        if self._replica:
+            for number in range(self._replica, self._pieces, replicas):
+                self._send(self._layout.rank(self._last, 0), number, found.get(number))
+            return None
+        for number in range(self._pieces):
+            if source := number % replicas:
+                message = self._p2p.take(self._layout.rank(self._last, source), EVALUATION, self._number(number))
+                if message.values != [None]:
+                    found[number] = message.values[0] if message.single else tuple(message.values)
+        return _joined([found[number] for number in sorted(found)])
+
+    def _reduced(self, mine: float = 0.0, examples: int = 0) -> tuple[float, int]:
+        """The sums over the replicas of the last stage, sent to all ranks, which wait for them."""
+        self._p2p.confirm()
+        number, lasts = self._batches, self._layout.ranks(self._last)
+        own = StageMessage([], number=number, figure=mine, version=examples)
+        if self._rank in lasts:
+            for rank in self._layout.members:
+                if rank != self._rank:
+                    self._p2p.send(rank, EVALUATED, own)
+        received = [own if rank == self._rank else self._p2p.take(rank, EVALUATED, number) for rank in lasts]
+        self._p2p.settle()
+        self._batches += 1
+        return in_order(message.figure for message in received), sum(message.version for message in received)
+
+    def _number(self, piece: int) -> int:
+        return self._batches * self._pieces + piece
+
+    def _neighbour(self, stage: int, piece: int) -> int:
+        return self._layout.rank(stage, piece % self._layout.replicas[stage])
+
+
+def _joined(pieces: list[Any]) -> Any:
+    if all(isinstance(piece, torch.Tensor) for piece in pieces):
+        return torch.cat(pieces)
+    if all(isinstance(piece, tuple | list) for piece in pieces):
+        return tuple(_joined(list(column)) for column in zip(*pieces, strict=True))
+    raise UsageError(f"predict() joins outputs that are tensors or tuples of tensors; got {type(pieces[0]).__name__}")
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every member is in the mode that it had before."""
+    before = [(member, member.training) for member in module.modules()]
+    for member, _ in before:
+        member.training = False
+    try:
+        yield
+    finally:
+        for member, training in before:
+            member.training = training

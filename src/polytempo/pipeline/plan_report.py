@@ -84,7 +84,11 @@ def _table(profile: Profile, plan: StagePlan) -> list[str]:
     if any(layer.spread_s is None for layer in profile.layers):
         rows = [(*row[:_SPREAD], *row[_SPREAD + 1 :]) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [_line(row, widths) for row in rows]
+    lines = []
+    for row in rows:  # names of layers to the left, numbers to the right
+        cells = enumerate(zip(row, widths, strict=True))
+        aligned = [cell.ljust(width) if column in (2, 3) else cell.rjust(width) for column, (cell, width) in cells]
+        lines.append("  ".join(aligned).rstrip())
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
@@ -101,15 +105,6 @@ def _row(profile: Profile, plan: StagePlan, number: int, stage: PlannedStage) ->
         _milliseconds(stage.send) if number + 1 < len(plan.stages) else "",
         written_bytes(stage.memory),
     )
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Names of layers to the left, numbers to the right."""
-    aligned = [
-        cell.ljust(width) if column in (2, 3) else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(aligned).rstrip()
 
 
 def _compared(plan: StagePlan) -> str:

@@ -32,6 +32,12 @@ it, divided by the stage's replicas and rounded up. Gradients and optimizer stat
 
 Of equally good plans, one stage is preferred to a cut, then the earliest cut before the last stage, then the fewest replicas
 of that stage; of the two searches, the one with fewer stages.
+
+The levels of a topology: devices in a host, hosts in a rack, and so on. Every component of a level is built of as many
+components of the level below, so the text of a topology is short, the innermost level first, in counts and in bandwidths:
+
+    16:10Gb/s               sixteen devices, each behind a link of 10 Gb/s
+    4x4:12GB/s,10Gb/s       four devices to a host with 12 GB/s between them, four hosts with 10 Gb/s between them
 """
 
 from __future__ import annotations
@@ -45,8 +51,61 @@ from itertools import accumulate, product
 from typing import Protocol
 
 from polytempo.errors import UsageError, nearest
+from polytempo.options import split
 from polytempo.pipeline.layer_profile import Profile
-from polytempo.pipeline.topology import Level, Topology
+from polytempo.units import parse_rate
+
+_EXAMPLE = "such as 4x4:12GB/s,10Gb/s"
+
+
+@dataclass(frozen=True)
+class Level:
+    """`count` components of the level below, each with a link of this bandwidth in bytes a second."""
+
+    count: int
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"expected at least 1 component in a level of a topology, got {self.count}")
+        if not 0 < self.bandwidth < math.inf:
+            raise UsageError(f"expected a bandwidth above 0 bytes a second in a topology, got {self.bandwidth:g}")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Levels, the innermost first."""
+
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise UsageError("expected at least one level in a topology, got none; one device alone is Level(1, 1e9)")
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are in all."""
+        return math.prod(level.count for level in self.levels)
+
+    def flat(self) -> Topology:
+        """All devices side by side behind the slowest link: allows stages over any number of them, whole hosts or not."""
+        return Topology((Level(self.devices, min(level.bandwidth for level in self.levels)),))
+
+
+def parse_topology(text: str) -> Topology:
+    """A topology from text such as 4x4:12GB/s,10Gb/s."""
+    counts, colon, inner, outer = split(text)
+    numbers, bandwidths = counts.split("x"), [inner, *outer]
+    if not colon or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise UsageError(f"expected a topology COUNTxCOUNT:RATE,RATE {_EXAMPLE}, got {text!r}")
+    if len(numbers) != len(bandwidths):
+        raise UsageError(
+            f"expected one bandwidth for each level of a topology {_EXAMPLE}, "
+            f"got {len(numbers)} counts and {len(bandwidths)} bandwidths in {text!r}"
+        )
+    rates = [parse_rate(bandwidth, "a bandwidth") for bandwidth in bandwidths]
+    return Topology(tuple(Level(int(count), rate) for count, rate in zip(numbers, rates, strict=True)))
+
 
 #: Sums in another order differ by this much; a plan must be better by more than this to count as better.
 _ROUNDING = 1 + 1e-12
@@ -103,7 +162,13 @@ def plan(
     search = _Search(profile, FORMULAS[formula](memory), straight)
     seconds, levels = _best(search, choices)
     if seconds == math.inf:
-        raise _too_little_memory(profile, choices, straight, memory)
+        search = _Search(profile, LeastMemory(), straight)
+        least, levels = _best(search, choices)
+        config = "-".join(str(stage.replicas) for stage in search.stages(levels))
+        raise UsageError(
+            f"no plan for {profile.model} fits into memory={memory or 0.0:.0f} bytes a device; the least that any needs is "
+            f"{math.ceil(least)} (stages {config}, say); give that much, or profile smaller minibatches"
+        )
     data_parallel = min(_data_parallel(search.layers, view, FORMULAS[formula]()) for view in views)
     stages = _described(search.layers, search.stages(levels), FORMULAS[formula]())
     needed = search.layers.memory(0, search.layers.count - 1, 1)
@@ -113,8 +178,12 @@ def plan(
 def _choices(profile: Profile, views: list[Topology], straight: bool, use_all: bool) -> list[tuple[Level, ...]]:
     """The levels to search: those of each view of the topology, or also all with fewer components."""
     topology, choices = views[0], [view.levels for view in views]
-    if not use_all:
-        choices = [fewer for levels in choices for fewer in _fewer(levels)]
+    if not use_all:  # these levels and all that have fewer components in some, the most components first
+        choices = [
+            tuple(replace(level, count=n) for level, n in zip(levels, counts, strict=True))
+            for levels in choices
+            for counts in product(*(range(level.count, 0, -1) for level in levels))
+        ]
     possible = [levels for levels in choices if not straight or Topology(levels).devices <= len(profile.layers)]
     if not possible:
         raise UsageError(
@@ -124,30 +193,12 @@ def _choices(profile: Profile, views: list[Topology], straight: bool, use_all: b
     return possible
 
 
-def _fewer(levels: tuple[Level, ...]) -> list[tuple[Level, ...]]:
-    """These levels and all that have fewer components in some, the most components first."""
-    counts = product(*(range(level.count, 0, -1) for level in levels))
-    return [tuple(replace(level, count=n) for level, n in zip(levels, chosen, strict=True)) for chosen in counts]
-
-
 def _best(search: _Search, choices: list[tuple[Level, ...]]) -> tuple[float, tuple[Level, ...]]:
     """The best value and its levels; of equally good ones those with fewer stages, then the first."""
     values = [search.value(levels) for levels in choices]
     best = min(values)
     equal = [levels for value, levels in zip(values, choices, strict=True) if best < math.inf and value <= best * _ROUNDING]
     return best, min(equal, key=lambda levels: len(search.stages(levels)), default=choices[0])
-
-
-def _too_little_memory(
-    profile: Profile, choices: list[tuple[Level, ...]], straight: bool, memory: float | None
-) -> UsageError:
-    search = _Search(profile, LeastMemory(), straight)
-    least, levels = _best(search, choices)
-    config = "-".join(str(stage.replicas) for stage in search.stages(levels))
-    return UsageError(
-        f"no plan for {profile.model} fits into memory={memory or 0.0:.0f} bytes a device; the least that any needs is "
-        f"{math.ceil(least)} (stages {config}, say); give that much, or profile smaller minibatches"
-    )
 
 
 @dataclass(frozen=True)
@@ -242,23 +293,21 @@ class _Table:
         """T by last and first layer, of the stage on the last `replicas` of the first `components` components."""
         behind = self._level.count - components if self._search.formula.limited else 0
         key = (replicas, behind)
-        if key not in self._stages:
-            self._stages[key] = self._all_stages(replicas, behind)
-        return self._stages[key]
-
-    def _all_stages(self, replicas: int, behind: int) -> list[list[float]]:
+        if key in self._stages:
+            return self._stages[key]
         layers, formula, bandwidth = self._search.layers, self._search.formula, self._level.bandwidth
         if self._below:
             inside = self._inside(replicas, behind).best
         else:
             inside = partial(formula.alone, layers, minibatches=minibatches_in_flight(replicas, behind + self._behind))
-        return [
+        self._stages[key] = [
             [
                 formula.replicated(inside(first, last), layers.weights(first, last), replicas, bandwidth)
                 for first in range(last + 1)
             ]
             for last in range(layers.count)
         ]
+        return self._stages[key]
 
     def _inside(self, replicas: int, behind: int) -> _Table:
         """The table of the level below, for components of a stage with `behind` components of this level behind it."""
@@ -280,7 +329,6 @@ def _shared(part: _Part, weights: float, replicas: int, bandwidth: float, formul
 
 
 def _described(layers: Layers, parts: list[_Part], formula: Paper) -> tuple[PlannedStage, ...]:
-    """The stages with their times and memory."""
     stages, behind = [], 0
     for part in reversed(parts):
         compute = layers.seconds(part.first, part.last) / part.replicas

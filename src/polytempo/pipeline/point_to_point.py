@@ -108,25 +108,23 @@ class PointToPoint:
     def send(self, to: int, kind: int, message: StageMessage) -> None:
         """Send to a rank, without waiting."""
         outgoing = self._outgoing.setdefault((to, kind), _Outgoing())
-        form, announcement = self._form(outgoing, message, self._way(to, message))
+        way = SHARED if to in self._blocks else BYTES  # how this message may travel
+        if self._on_device is not None and self._on_device.carries(to, message):
+            way = DEVICE
+        form, announcement = self._form(outgoing, message, way)
         while self._sending and self._sending[0].done:
             self._sending.popleft()
         try:
             data, segment = self._written(to, outgoing, form, message)
         except (OSError, MemoryError) as error:
-            self._do_without(to, form.size, error)
+            del self._blocks[to]  # from now on without
+            warn_unshared(f"rank {self._engine.rank} cannot share {form.size} bytes of memory with rank {to}", error)
             outgoing.form = None  # to be announced again
             outgoing.count -= bool(announcement)  # it was not sent
             return self.send(to, kind, message)
         steps = self._send(to, kind, outgoing.count, data, announcement, segment)
         task = self._engine.begin(CallQueue(-1, self._group.ranks), f"send to rank {to}", steps, self._group.timeout)
         self._sending.append(task)
-
-    def _way(self, to: int, message: StageMessage) -> str:
-        """How this message may travel."""
-        if self._on_device is not None and self._on_device.carries(to, message):
-            return DEVICE
-        return SHARED if to in self._blocks else BYTES
 
     def _form(self, outgoing: _Outgoing, message: StageMessage, way: str) -> tuple[MessageForm, bytes]:
         """What the message is like, and what must be announced before it."""
@@ -137,7 +135,13 @@ class PointToPoint:
         outgoing.outline, outgoing.form = outlined, form
         outgoing.how = BYTES if way == SHARED and form.size < SHARE_FROM else way
         outgoing.count += 1
-        return form, _padded(outgoing.how + form.text)
+        text = (outgoing.how + form.text).encode()
+        if len(text) > ANNOUNCEMENT:
+            raise UsageError(
+                f"what passes between two stages takes {len(text)} bytes to describe, more than {ANNOUNCEMENT}; "
+                "cut where fewer tensors pass"
+            )
+        return form, text.ljust(ANNOUNCEMENT)
 
     def _written(
         self, to: int, outgoing: _Outgoing, form: MessageForm, message: StageMessage
@@ -162,10 +166,6 @@ class PointToPoint:
         data = self._pool.take(len(reference))
         data[:] = memoryview(reference)
         return data
-
-    def _do_without(self, to: int, size: int, error: Exception) -> None:
-        del self._blocks[to]
-        warn_unshared(f"rank {self._engine.rank} cannot share {size} bytes of memory with rank {to}", error)
 
     def _send(
         self, to: int, kind: int, count: int, data: Bytes, announcement: bytes, segment: tuple[int, Segment] | None
@@ -320,16 +320,6 @@ class PointToPoint:
 
     def _start(self, name: str, steps: Steps) -> Task:
         return self._engine.start(CallQueue(-1, self._group.ranks), name, steps, False, self._group.timeout)
-
-
-def _padded(text: str) -> bytes:
-    data = text.encode()
-    if len(data) > ANNOUNCEMENT:
-        raise UsageError(
-            f"what passes between two stages takes {len(data)} bytes to describe, more than {ANNOUNCEMENT}; "
-            "cut where fewer tensors pass"
-        )
-    return data.ljust(ANNOUNCEMENT)
 
 
 def _bytes(receipt: Receipt) -> Bytes:

@@ -47,7 +47,14 @@ def profile(
     if repeats < 1:
         raise UsageError(f"expected repeats, how often each layer is measured, to be at least 1, got {repeats}")
     inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
-    samples = _samples(inputs) if batch is None else batch
+    if batch is None:
+        first = next((value for value in tensors_in(inputs) if value.dim()), None)
+        if first is None:
+            kinds = ", ".join(type(value).__name__ for value in inputs)
+            raise UsageError(
+                f"expected an example with a tensor of samples, got ({kinds}); give the model's inputs, or batch="
+            )
+        batch = int(first.shape[0])
     chain = layers_of(model, inputs)
     count, layers = len(chain.costs), []
     parts = [chain.part(number, number + 1) for number in range(count)]
@@ -55,7 +62,7 @@ def profile(
         layers.append(measured.layer)
         if progress is not None:
             progress(len(layers) / count)
-    return Profile(type(model).__name__ if isinstance(model, nn.Module) else "model", tuple(layers), samples)
+    return Profile(type(model).__name__ if isinstance(model, nn.Module) else "model", tuple(layers), batch)
 
 
 @dataclass(frozen=True)
@@ -82,25 +89,13 @@ def measure_parts(
     """Measure parts by name, each on what the one before gave, when it is asked for. `seconds`: repeats end when this share
     of time for each part is used up."""
     value: Any = inputs if parts[0][1].spreads or len(inputs) > 1 else inputs[0]
-    gpus = _gpus([part for _, part in parts], device)
+    # The devices whose random generators the model may use.
+    places = {param.device for _, part in parts for _, param in part.parameters()}
+    places |= {torch.device(device)} if device is not None else set()
     for name, part in parts:
-        with torch.random.fork_rng(devices=gpus):
+        with torch.random.fork_rng(devices=[place for place in places if place.type == "cuda"]):
             measured, value = _measured_or_refused(name, part, value, repeats, device, seconds)
         yield measured
-
-
-def _samples(inputs: Sequence[Any]) -> int:
-    first = next((value for value in tensors_in(inputs) if value.dim()), None)
-    if first is None:
-        kinds = ", ".join(type(value).__name__ for value in inputs)
-        raise UsageError(f"expected an example with a tensor of samples, got ({kinds}); give the model's inputs, or batch=")
-    return int(first.shape[0])
-
-
-def _gpus(parts: Sequence[ModelPart], device: Device) -> list[torch.device]:
-    """The devices whose random generators the model may use."""
-    found = {param.device for part in parts for _, param in part.parameters()}
-    return [one for one in found | ({torch.device(device)} if device is not None else set()) if one.type == "cuda"]
 
 
 def _measured_or_refused(
@@ -108,7 +103,9 @@ def _measured_or_refused(
 ) -> tuple[MeasuredPart, Any]:
     try:
         with _borrowed(part.module, device):
-            return _measured(name, part, _moved(value, device), repeats, seconds)
+            if device is not None:
+                value = mapped_tensors(lambda one: one.detach().to(device).requires_grad_(one.requires_grad), value)
+            return _measured(name, part, value, repeats, seconds)
     except PolytempoError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as problem:
@@ -121,10 +118,14 @@ def _measured_or_refused(
 
 
 def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: float | None) -> tuple[MeasuredPart, Any]:
-    """The costs and outputs of a layer."""
     params = {param: None for _, param in part.parameters()}
-    made: dict[int, int] = {}
-    with _saving(made):
+    made: dict[int, int] = {}  # the memory that autograd saves for backward
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        made.update([_memory(tensor)])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         inputs = _fresh(value, part.changes_its_input())
         output = _called(part, inputs)
     given = dict(_memory(tensor) for tensor in tensors_in(inputs))
@@ -138,6 +139,10 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
     times: list[_Times] = []
     while len(times) < repeats and not (seconds is not None and times and sum(map(_wall, times)) > seconds):
         times.append(_timed(part, value, gradients))
+    spread = None
+    if len(times) >= 3:  # half of the interquartile range: one slow measurement in five does not change it
+        low, _, high = quantiles([_wall(one) for one in times], n=4, method="inclusive")
+        spread = (high - low) / 2
     layer = Layer(
         name,
         median(one.forward for one in times),
@@ -145,7 +150,7 @@ def _measured(name: str, part: ModelPart, value: Any, repeats: int, seconds: flo
         sum(tensor.nbytes for tensor in tensors_in(output)),
         sum(param.nbytes for param in params),
         sum(size for where, size in made.items() if where not in known),
-        _spread([_wall(one) for one in times]),
+        spread,
     )
     fastest = min(times, key=_wall)  # which other processes have disturbed least
     share = min(1.0, fastest.cpu / max(1e-9, _wall(fastest)))
@@ -162,14 +167,6 @@ class _Times(NamedTuple):
 
 def _wall(times: _Times) -> float:
     return times.forward + times.backward
-
-
-def _spread(seconds: Sequence[float]) -> float | None:
-    """Half of the interquartile range: one slow measurement in five does not change it."""
-    if len(seconds) < 3:
-        return None
-    first, _, third = quantiles(seconds, n=4, method="inclusive")
-    return (third - first) / 2
 
 
 def _timed(part: ModelPart, value: Any, gradients: Sequence[torch.Tensor | None]) -> _Times:
@@ -235,18 +232,6 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def _saving(made: dict[int, int]) -> Iterator[None]:
-    """Collects the memory that autograd saves for backward."""
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        made.update([_memory(tensor)])
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield
-
-
-@contextmanager
 def _borrowed(module: nn.Module, device: Device) -> Iterator[None]:
     """A layer on a device and without gradients; afterwards its device and gradients are restored."""
     params = [(param, param.data, param.grad) for param in module.parameters()]
@@ -301,9 +286,3 @@ def _fresh(value: Any, copied: bool) -> Any:
         return leaf.clone() if copied else leaf
 
     return mapped_tensors(change, value)
-
-
-def _moved(value: Any, device: Device) -> Any:
-    if device is None:
-        return value
-    return mapped_tensors(lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad), value)

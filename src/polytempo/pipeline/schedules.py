@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, product
 from math import lcm
 
 from polytempo.errors import BrokenInvariant, UsageError
@@ -85,7 +85,6 @@ def _schedule(name: str, microbatches: int, actions: list[list[ReplicaActions]],
 
 
 def _shares(microbatches: int, replicas: int) -> Iterator[Sequence[int]]:
-    """The microbatches of each replica."""
     return (range(replica, microbatches, replicas) for replica in range(replicas))
 
 
@@ -163,15 +162,9 @@ class SteadyState:
         self._replicas = replicas[stage]
         schedule = make(self._begin + 4 * self._period)
         self._stretches = [_stretches(actions) for actions in schedule.actions[stage]]
-        self._replica = replica
-        for other in range(self._replicas):
-            self._check(other)
-
-    def _check(self, replica: int) -> None:
-        """Refuse a schedule that is not periodic."""
-        period = self._period
-        for number in range(self._begin - period, self._begin):
-            here, later = self._stretches[replica].get(number), self._stretches[replica].get(number + period)
+        self._replica, period = replica, self._period
+        for stretches, number in product(self._stretches, range(self._begin - period, self._begin)):
+            here, later = stretches.get(number), stretches.get(number + period)
             if here is not None and later != [_shifted(action, period) for action in here]:
                 raise BrokenInvariant(
                     f"a schedule without flushes must be periodic; F{number} and F{number + period} go on differently"

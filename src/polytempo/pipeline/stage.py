@@ -9,8 +9,10 @@ versions: BatchNorm normalises each microbatch by its own statistics, and counts
 A backward may defer weight gradients (`weight_gradients.py`): `run_deferred` computes a piece of them. An update needs all.
 The only stage of a pipeline defers none: no other waits for the gradient of its input.
 
-Where the optimizer is a `DistributedOptimizer`, the stage is one of several replicas on the data axis (`data_axis.py`), and
-a step is told its number of examples.
+Where the optimizer is a `DistributedOptimizer`, whose steps replicas of the model take together, the stage is one of several
+on the data axis, and a step is told its number of examples. A gradient may leave this rank as soon as it is complete: in the
+last backward of an update, or, where parts of it are deferred, when the last of them is added. It leaves once, however many
+microbatches there are. Where it still changes after that (tied copies, clipping), nothing leaves before the step.
 
 Dropout draws from a generator seeded for each microbatch and stage: masks depend neither on the schedule, nor on replicas,
 nor on whether a forward is recomputed.
@@ -19,9 +21,9 @@ nor on whether a forward is recomputed.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +31,48 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.pipeline.data_axis import DataAxis
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.stage_message import StageMessage
-from polytempo.pipeline.weight_gradients import SplitBackward, WeightGradient, may_split
+from polytempo.pipeline.weight_gradients import SplitBackward, WeightGradient, call_hooks, may_split
 from polytempo.train.optimizer import DistributedOptimizer
+
+
+class DataAxis:
+    """Of one stage. `defers`: its backwards may leave weight gradients for later."""
+
+    def __init__(self, optimizer: DistributedOptimizer, defers: bool) -> None:
+        self.optimizer, self._defers = optimizer, defers
+        self.sends_early = True  #: may gradients leave before the step?
+        # After the last backward of an update: how many deferred pieces are still to be added to each gradient.
+        self._waiting: Counter[nn.Parameter] = Counter()
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """The context of a backward: no gradient leaves in it but in the `last` of an update, if autograd completes all."""
+        return nullcontext() if last and self.sends_early and not self._defers else self.optimizer.no_sync()
+
+    def last_backward_done(self, params: Sequence[nn.Parameter], deferred: Iterable[WeightGradient]) -> None:
+        """Gradients to which no deferred piece is to be added are complete."""
+        if not self.sends_early or not self._defers:
+            return
+        self._waiting = Counter(leaf for piece in deferred for leaf in piece.leaves)
+        for param in params:
+            if param.grad is not None and param not in self._waiting:
+                call_hooks(param)
+
+    def added(self, piece: WeightGradient) -> None:
+        """A deferred piece was added to its gradients."""
+        for leaf in piece.leaves if self._waiting else ():
+            self._waiting[leaf] -= 1
+            if not self._waiting[leaf]:
+                del self._waiting[leaf]
+                call_hooks(leaf)
+
+    def average(self, samples: float) -> None:
+        """Make the gradients the mean over the replicas, where the mode averages gradients."""
+        can = self.optimizer.spec.capabilities
+        if can.rounds and not can.averages:
+            self.optimizer.synchronize(samples)
+
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -138,7 +177,8 @@ class Stage:
         return ([result] if single else list(result)), single
 
     def _call(self, inputs: StageMessage) -> Any:
-        values = [_copied(value) if self._in_place else value for value in inputs.values]
+        apart = self._in_place
+        values = [value.clone() if apart and isinstance(value, torch.Tensor) else value for value in inputs.values]
         if inputs.single:
             return self.part.module(values[0])
         return self.part.module(*values) if self.part.spreads else self.part.module(tuple(values))
@@ -260,7 +300,6 @@ class Stage:
         return len(self._weights)
 
     def _free_versions(self) -> None:
-        """Free the versions that no microbatch can need any more."""
         deferred = (one.version for one in self.deferred)
         needed = {self.version, *deferred, *(one.version for one in self.in_flight.values())}
         for version in [*self._weights]:
@@ -278,7 +317,6 @@ class Stage:
                 leaf.grad = None
 
     def _activate(self, version: int) -> None:
-        """Make the module compute with a version of the weights."""
         if version != self._active:
             for module, name, index in self._slots:
                 setattr(module, name, self._weights[version][index])
@@ -329,10 +367,6 @@ def _with_gradient(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.detach().requires_grad_()
     return value
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def scalar(loss: Any) -> torch.Tensor:

@@ -4,18 +4,60 @@ With a schedule that flushes, a step is one whole pass of the schedule. Without 
 and runs the stretch of the steady state that belongs to it; its loss is returned `lag` calls later. Microbatches are
 numbered through the whole run (`base` + number in the step), so that messages of different steps cannot be mistaken for each
 other.
+
+The last stage learns whether the budget of the job (`--steps`, `--samples`, `--seconds`) is used up: with the answer of its
+`DistributedOptimizer`, where the pipeline has replicas on the data axis, else from a clock of its own
+(`train/step_clock.py`), to which it reports each step. What it was told travels to the other ranks with the loss, so
+`should_stop()` turns true on all ranks with the same step. Without a budget nothing is reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from polytempo.pipeline.budget import PipelineBudget
 from polytempo.pipeline.builder import StageBuild
 from polytempo.pipeline.point_to_point import LOSS
+from polytempo.pipeline.schedules import SteadyState
 from polytempo.pipeline.stage_message import StageMessage, split, stage_inputs
+from polytempo.session.session import Session
 from polytempo.summation import in_order
+from polytempo.train.step_clock import StepClock, clock_in_group
+
+
+class PipelineBudget:
+    """One rank's part: it decides on the last stage only."""
+
+    def __init__(self, session: Session, built: StageBuild, agree: Callable[[bool], bool] | None) -> None:
+        self._session, self._agree = session, agree
+        self._exists = session.job.budgeted and session.client is not None
+        self._distributed = built.stage.data_axis is not None
+        self._clock: StepClock | None = None
+        if session.client is not None:
+            session.stops = bool(session.stops)  # from now on, what the last stage says
+        if not self._exists or self._distributed:
+            return
+        number, layout = session.next_optimizer_id(), built.layout
+        last = layout.ranks(layout.last_stage)
+        members = last[:1] if built.steady_state is None else last  # without flushes, each replica has steps of its own
+        if session.rank in members:
+            self._clock = clock_in_group(session, number, members, 0 in layout.members)
+
+    def used_up(self, samples: float) -> bool:
+        """On the last stage, after a step with this number of examples."""
+        if not self._exists:
+            return False
+        stop = False
+        if self._clock is not None:
+            stop = self._clock.count(samples)
+        elif self._distributed and self._session.client is not None:
+            stop = self._session.client.stop
+        return self._agree(stop) if self._agree is not None else stop
+
+    def told(self, stop: bool) -> None:
+        """The last stage has said with a loss whether the budget is used up."""
+        if stop and self._exists:
+            self._session.stops = True
 
 
 class TrainingLoop:
@@ -30,9 +72,8 @@ class TrainingLoop:
 
     def step(self, x: Any, y: Any) -> float | None:
         """Train on a batch; its loss, or, without flushes, that of the batch `lag` calls before."""
-        return self._whole_step(x, y) if self._built.steady_state is None else self._feed(x, y)
-
-    def _whole_step(self, x: Any, y: Any) -> float:
+        if self._built.steady_state is not None:
+            return self._feed(self._built.steady_state, x, y)
         self._hand_in(range(self._built.microbatches), x, y)
         self._runtime.run(self._built.actions, self.base)
         loss = self._mean_loss()
@@ -41,13 +82,12 @@ class TrainingLoop:
         self.base += self._built.microbatches
         return loss
 
-    def _feed(self, x: Any, y: Any) -> float | None:
-        assert self._built.steady_state is not None
+    def _feed(self, steady_state: SteadyState, x: Any, y: Any) -> float | None:
         number, lag = self.in_flight, self._built.lag
         self.in_flight += 1
         self.steps += 1
         self._hand_in([number], x, y)
-        self._runtime.run(self._built.steady_state.call(number), self.base)
+        self._runtime.run(steady_state.call(number), self.base)
         losses, examples = self._take_losses()
         for found, loss in losses.items():
             self._send_loss(self.base + found, loss, self._budget.used_up(examples[found]))

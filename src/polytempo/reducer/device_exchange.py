@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from polytempo.client.client import Client
-from polytempo.device.device import FENCE_BYTES, Device, Fences
-from polytempo.device.devices import Devices
+from polytempo.device.device import FENCE_BYTES, Device, Devices, Fences
 from polytempo.device.exchange_fences import ANSWERED, PUSHED
 from polytempo.protocol.messages import ShareDevice
 from polytempo.protocol.values import DeviceRange, OptimizerSpec

@@ -30,7 +30,7 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
-from polytempo.device.devices import Devices
+from polytempo.device.device import Devices
 from polytempo.errors import JobEnded, PeerError, UsageError, trained_alone
 from polytempo.launcher.emulation import Emulation, emulation_for
 from polytempo.launcher.job_facts import (

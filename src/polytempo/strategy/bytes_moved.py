@@ -19,7 +19,7 @@ from functools import lru_cache
 from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Speeds, choose
 from polytempo.collectives.plans import plan_for
-from polytempo.collectives.steps import HostRanks, Place, Put, Send
+from polytempo.collectives.steps import Place, Put, Send
 from polytempo.strategy.costs import Machine, ModelProfile
 from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum, tied_groups
 
@@ -52,16 +52,11 @@ def message_bytes(activation_bytes: float) -> int:
 
 def bytes_moved(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> tuple[RankBytes, ...]:
     """By rank."""
-    return tuple(_of_rank(rank, plan, profile, machine) for rank in range(plan.mesh.size))
-
-
-def _of_rank(rank: int, plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> RankBytes:
-    stage = plan.mesh.point(rank).pipe
-    return RankBytes(
-        _pipe(rank, stage, plan, profile, machine),
-        _tensor(rank, stage, plan, profile, machine),
-        _data(rank, stage, plan, profile, machine),
-    )
+    found = []
+    for rank in range(plan.mesh.size):
+        about = rank, plan.mesh.point(rank).pipe, plan, profile, machine
+        found.append(RankBytes(_pipe(*about), _tensor(*about), _data(*about)))
+    return tuple(found)
 
 
 def _pipe(rank: int, stage: int, plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> float:
@@ -100,27 +95,27 @@ def _data(rank: int, stage: int, plan: ParallelPlan, profile: ModelProfile, mach
     nbytes = stage_sum(plan, profile, stage, "gradient_bytes")
     if exchange.servers:
         return 2 * nbytes / exchange.period
-    if _hosts(group, machine) == 1:
+    if sum(any(rank in host for rank in group) for host in machine.hosts) == 1:
         return nbytes / exchange.period
     buckets = [min(BUCKET, int(nbytes) - start) for start in range(0, int(nbytes), BUCKET)]
     return sum(collective_bytes("all_reduce", size, group, rank, machine) for size in buckets) / exchange.period
 
 
-def _hosts(group: tuple[int, ...], machine: Machine) -> int:
-    return sum(any(rank in host for rank in group) for host in machine.hosts)
-
-
 def collective_bytes(op: str, nbytes: float, group: tuple[int, ...], rank: int, machine: Machine) -> float:
     """What a rank's plan of a collective sends and puts."""
     hosts = tuple(tuple(group.index(member) for member in host if member in group) for host in machine.hosts)
-    return _plan_bytes(op, int(nbytes), Place(group.index(rank), tuple(host for host in hosts if host)), _speeds(machine))
+    # The speeds by which groups between hosts choose; only their own measurement, made once, can differ.
+    between = machine.between
+    speeds = Speeds() if between is None else Speeds(alpha=between.latency, beta=between.per_byte)
+    return _plan_bytes(op, int(nbytes), Place(group.index(rank), tuple(host for host in hosts if host)), speeds)
 
 
 @lru_cache(maxsize=4096)
 def _plan_bytes(op: str, nbytes: int, place: Place, speeds: Speeds) -> int:
     if place.size == 1:
         return 0
-    algorithm = algorithm_of(op, nbytes, place.hosts, speeds)
+    # What a group takes: shared memory on one host, the least prediction between several.
+    algorithm = "shared-memory" if len(place.hosts) == 1 else choose(op, nbytes, place.hosts, speeds).algorithm
     count, steps = plan_for(op, algorithm, place, 1)
     if op == "all_gather":
         sizes = [nbytes // place.size] * count
@@ -128,14 +123,3 @@ def _plan_bytes(op: str, nbytes: int, place: Place, speeds: Speeds) -> int:
         grain = GRAIN if algorithm == "shared-memory" else 1
         sizes = [(part.stop - part.start) * ITEM for part in cuts(nbytes // ITEM, count, grain)]
     return sum(sizes[step.chunk] for step in steps if isinstance(step, Send | Put))
-
-
-def algorithm_of(op: str, nbytes: int, hosts: HostRanks, speeds: Speeds) -> str:
-    """The algorithm that a group takes: shared memory on one host, the least prediction between several."""
-    return "shared-memory" if len(hosts) == 1 else choose(op, nbytes, hosts, speeds).algorithm
-
-
-def _speeds(machine: Machine) -> Speeds:
-    """The speeds by which groups between hosts choose; only their own measurement, made once, can differ."""
-    between = machine.between
-    return Speeds() if between is None else Speeds(alpha=between.latency, beta=between.per_byte)

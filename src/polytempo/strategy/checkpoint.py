@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from polytempo.checkpoints import PARTIAL, digest_of_file, error_text, find_checkpoint, publish, step_name, write_synced
 from polytempo.errors import UsageError
-from polytempo.strategy.portable_state import NamedState
+from polytempo.strategy.state import NamedState
 from polytempo.train.safe_serialization import decode, encode
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -50,7 +50,9 @@ def write_checkpoint(directory: Path, saved: SavedState, keep: int = 2) -> Path:
 
     Raises: UsageError where it cannot be written."""
     partial = directory / f"{step_name(saved.step)}{PARTIAL}"
-    tensors, values = _apart(saved.optimizer)
+    flat = {f"{name}/{entry}": value for name, own in saved.optimizer["state"].items() for entry, value in own.items()}
+    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    values = {key: value for key, value in flat.items() if key not in tensors}
     try:
         partial.mkdir(parents=True, exist_ok=True)
         written = []
@@ -102,13 +104,6 @@ def _unflattened(tensors: dict[str, torch.Tensor]) -> Any:
     for number, tensor in enumerate(aside):
         tensor.copy_(tensors[str(number)])
     return data
-
-
-def _apart(optimizer: NamedState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of an optimizer's state, and what is none."""
-    flat = {f"{name}/{entry}": value for name, own in optimizer["state"].items() for entry, value in own.items()}
-    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
-    return tensors, {key: value for key, value in flat.items() if key not in tensors}
 
 
 def _tupled(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a strategy's predictions are made of: measured layers, measured links, and the machine.
 
-`measure.py` and `links.py` measure; everything that predicts (`step_time.py`, `bytes_moved.py`, `memory.py`, `search.py`) is
-pure and takes these. `as_data` and `from_data` are for JSON.
+`measure.py` and `links.py` measure; everything that predicts (`step_time.py`, `bytes_moved.py`, `prediction.py`,
+`search.py`) is pure and takes these. `as_data` and `from_data` are for JSON.
 """
 
 from __future__ import annotations

@@ -5,11 +5,21 @@ schedule, shards talk inside the layers, and the optimizer of each rank takes it
 other replicas, as the mode says.
 
 State goes in and out as that of the unsplit model (`state.py`, `checkpoint.py`).
+
+What fails on a rank is told to the whole job, and each rank raises what failed first. A pipeline tells the ranks of its
+lane. Here the lanes, tensor groups and replicas of a job are put together: when a rank is lost, ranks that wait for it learn
+so themselves, and end; ranks that wait for these would name the wrong one. Before a rank ends it has told all others the
+cause, and messages come before the end of a link: a rank that sees another end knows why.
+
+A batch must divide into the microbatches, and the ranks of a replica must have the same. The first is checked by each rank
+for itself, so that all refuse alike and nothing is sent. The second in the first steps only, by a digest: a loader that is
+seeded or shared differently on two ranks differs from the first batch on.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,20 +28,23 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import JobEnded, PeerError, PolytempoError, UsageError
+from polytempo.collectives.group import RankGroup
+from polytempo.errors import JobEnded, PeerError, PolytempoError, RankLost, UsageError
 from polytempo.mesh import Mesh, MeshPoint
 from polytempo.pipeline.pipeline import Folder, Pipeline
-from polytempo.strategy.batches import COMPARED_STEPS, checked_rows, compare
+from polytempo.pipeline.point_to_point import PointToPoint
+from polytempo.pipeline.stage_message import rows
 from polytempo.strategy.checkpoint import SavedState, read_checkpoint, write_checkpoint
-from polytempo.strategy.counting import handed_in
 from polytempo.strategy.distribution import Distribution
-from polytempo.strategy.failures import JobFailures
 from polytempo.strategy.state import exchanged
 from polytempo.strategy.strategy import Strategy
 from polytempo.sync.epoch_parts import parts_of
 from polytempo.tensor_parallel.cross_entropy import gather_logits
 from polytempo.tensor_parallel.group import RankTensorGroup
 from polytempo.train.optimizer import DistributedOptimizer
+
+#: Steps in which the batches of a replica's ranks are compared.
+COMPARED_STEPS = 3
 
 
 class DistributedModel:
@@ -73,7 +86,7 @@ class DistributedModel:
         self.optimizer: DistributedOptimizer = made.optimizer
         self.steps = 0
         self.samples = 0
-        self._failures = JobFailures(made.groups.job, made.mesh)
+        self._board = PointToPoint(made.groups.job, torch.device("cpu"))  # what has failed first in the job, as far as told
         self._seconds, self._compared = 0.0, 0
         self._earlier: list[dict[str, Any]] = list(made.session.job.positions)
 
@@ -237,7 +250,10 @@ class DistributedModel:
             replicas = exchanged(self._groups.job, mine)[::each]
             names = dict.fromkeys(name for of_replica in replicas for name in of_replica)
             positions = parts_of({name: [one.get(name) for one in replicas] for name in names}, self._earlier)
-            said, ranks = "", self._own_state() if self.optimizer.spec.at_workers else []
+            said, ranks = "", []
+            if self.optimizer.spec.at_workers:  # of all ranks what is their own: state that no server has, outer momentum
+                own = self.optimizer.state_dict()
+                ranks = exchanged(self._groups.job, {name: own[name] for name in ("state", "outer") if name in own})
             if self.point.data == 0:
                 model = self._state.gather()
                 optimizer = self._state.gather_optimizer(self.optimizer.state_dict(), self._made.names)
@@ -278,11 +294,6 @@ class DistributedModel:
         extra: dict[str, Any] = saved.facts.get("extra", {})
         return extra
 
-    def _own_state(self) -> list[Any]:
-        """Of all ranks what is their own: optimizer state that no server has, and outer momentum."""
-        mine = self.optimizer.state_dict()
-        return exchanged(self._groups.job, {name: mine[name] for name in ("state", "outer") if name in mine})
-
     def _holds(self, state: dict[str, torch.Tensor]) -> bool:
         """Are these the values of the model, on every rank? Some modes take values only when the optimizer is made."""
         if self.strategy.is_split:
@@ -322,16 +333,34 @@ class DistributedModel:
             yield
         except JobEnded:
             raise
-        except (PolytempoError, RuntimeError) as error:
-            cause = self._failures.cause(error)
-            if cause is error:
-                raise
-            if isinstance(error, PeerError):
+        except Exception as error:
+            cause = self._cause(error)
+            if cause is not error and isinstance(error, PeerError):
                 raise cause from None
             raise
-        except Exception as error:
-            self._failures.cause(error)
-            raise
+
+    def _cause(self, error: Exception) -> Exception:
+        """The first cause, which may be this error; all other ranks are told."""
+        job = self._groups.job
+        if job.size == 1:
+            return error
+        job.engine.read_all()
+        if self._board.failed is not None:
+            return self._board.failed
+        # In words, with the place of the rank that it is about: of the rank that was lost first, or of this one.
+        cause, own = error, self._name(job.engine.rank)
+        crashed = job.engine.messages.crashed
+        if not isinstance(error, PeerError):
+            name = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
+            cause = PeerError(f"{own} failed: {name}{' '.join(str(error).split())}")
+        elif crashed:
+            first = min(crashed, key=lambda rank: crashed[rank])
+            cause = RankLost(f"{self._name(first)} {self._board.loss_of(first)}: {own} needs it", (first,))
+        self._board.fail(cause, [job])
+        return cause if isinstance(error, PeerError) else error
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.mesh.point(rank)})"
 
 
 def moved(out: Any, device: torch.device) -> Any:
@@ -339,3 +368,63 @@ def moved(out: Any, device: torch.device) -> Any:
     if isinstance(out, torch.Tensor):
         return out.to(device)
     return tuple(moved(one, device) for one in out) if isinstance(out, tuple | list) else out
+
+
+def handed_in(*groups: RankGroup | None) -> int:
+    """Bytes that this rank has handed over so far, in the collectives and single messages of these groups."""
+    own = [group for group in groups if group is not None]
+    return sum(group.engine.messages.handed[group.context + kind] for group in own for kind in (0, 1))
+
+
+def checked_rows(x: Any, y: Any, microbatches: int) -> int:
+    """The number of samples of a batch.
+
+    Raises: UsageError where it does not divide into the microbatches; the text names the nearest sizes."""
+    if x is None and y is None:
+        raise UsageError("expected step(x, y) with the same batch on all ranks of a replica, got None for both")
+    size = rows(x if x is not None else y)
+    if size == 0 or size % microbatches:
+        below = size // microbatches * microbatches
+        near = " or ".join(str(one) for one in (below, below + microbatches) if one)
+        raise UsageError(
+            f"a batch of {size} samples does not divide into {microbatches} microbatches; nearest: a batch of {near} (for a "
+            "DataLoader drop_last=True)"
+        )
+    return size
+
+
+def digest(batch: Any, before: int = 1) -> int:
+    """A figure that differs, but for chance, for batches with different values or shapes; 0 for no batch."""
+    if batch is None:
+        return 0
+    if isinstance(batch, torch.Tensor):
+        plain = batch.detach().cpu().contiguous()
+        found = zlib.crc32(repr((tuple(plain.shape), plain.dtype)).encode(), before)
+        return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+    if isinstance(batch, dict):
+        batch = list(batch.items())
+    if isinstance(batch, tuple | list):
+        for value in batch:
+            before = digest(value, before)
+        return before
+    return zlib.crc32(repr(batch).encode(), before)
+
+
+def compare(replica: RankGroup | None, x: Any, y: Any) -> None:
+    """Refuse batches that differ between the ranks of a replica. A rank may leave out what its stage does not read.
+
+    Raises: UsageError on all of them, naming two ranks."""
+    if replica is None or replica.size == 1:
+        return
+    mine = torch.tensor([digest(x), digest(y)])
+    found = [torch.zeros(2, dtype=torch.int64) for _ in range(replica.size)]
+    replica.all_gather(found, mine).wait()
+    for place, what in enumerate(("inputs", "targets")):
+        given = {rank: int(pair[place]) for rank, pair in zip(replica.ranks, found, strict=True) if int(pair[place])}
+        first = next(iter(given), 0)
+        other = next((rank for rank, figure in given.items() if figure != given[first]), None)
+        if other is not None:
+            raise UsageError(
+                f"ranks {first} and {other} belong to one replica and got different {what}: the ranks of a replica train on "
+                "the same batch; make the sampler inside strategy.scope(), and seed what draws data alike"
+            )

@@ -24,13 +24,12 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
 from polytempo.errors import UsageError
 from polytempo.mesh import Mesh, MeshPoint, ReplicaRanks
-from polytempo.pipeline.builder import planned_stages
+from polytempo.pipeline.builder import StageHooks, planned_stages
 from polytempo.pipeline.partition import ModelPart, PartitionPlan, cut, tied
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.pipeline.stage import Loss, MakeOptimizer
-from polytempo.pipeline.stage_hooks import StageHooks
 from polytempo.session.session import Session
-from polytempo.strategy.parallel_plan import axes
+from polytempo.strategy.parallel_plan import axes_text
 from polytempo.strategy.soundness import check_pair, check_tied
 from polytempo.strategy.state import SpreadState, UnsplitModel, exchanged
 from polytempo.strategy.strategy import Strategy
@@ -166,8 +165,7 @@ class Distributor:
                 )
         for holders, params in tied(parts).items():
             held = dict(parts[holders[0]].parameters())
-            names = tuple(name for name, param in held.items() if param is params[0])
-            check_tied(strategy.sync or "bsp", names, holders)
+            check_tied(strategy.spec, holders, next(name for name, param in held.items() if param is params[0]))
 
 
 @dataclass
@@ -193,7 +191,7 @@ class _StageMaker:
             counts=lambda name: self.point.tensor == 0 or name in self.plan.sharding,
             groups=(shards,) if shards is not None else (),
             agree_to_stop=functools.partial(_agreed, shards) if shards is not None else None,
-            title=_spread_in_words(self.mesh) if self.mesh.pipe == 1 else "",
+            title=axes_text(self.mesh) if self.mesh.pipe == 1 else "",
         )
 
     def prepare(self, part: ModelPart) -> None:
@@ -213,7 +211,7 @@ class _StageMaker:
         """The optimizer of this rank's part, whose steps are taken together with those of the other replicas."""
         main = self.point.pipe == self.mesh.pipe - 1 and self.point.tensor == 0
         split = self.mesh.pipe, self.mesh.tensor
-        refused = refused_of(lambda spec: check_pair(spec.text, *split, self.strategy.schedule))
+        refused = refused_of(lambda spec: check_pair(spec, *split, self.strategy.schedule))
         ranks = ReplicaRanks(self.mesh.data_group(self.session.rank), main, refused)
         way: dict[str, Any] = {"sync": self.strategy.sync, "via": self.strategy.via}
         if self.part is not None and any(buffer.is_floating_point() for buffer in self.part.buffers()):
@@ -233,10 +231,6 @@ def _agreed(shards: RankGroup, told: bool) -> bool:
     flag = torch.tensor([int(told)])
     shards.broadcast([flag], 0).wait()
     return bool(flag)
-
-
-def _spread_in_words(mesh: Mesh) -> str:
-    return ",".join(f"{name}={ranks}" for name, ranks in axes(mesh) if ranks > 1) or "data=1"
 
 
 def _start_alike(job: RankGroup, model: nn.Module, strategy: Strategy) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from polytempo.errors import counted
 from polytempo.mesh import Mesh
 from polytempo.strategy.costs import Machine, ModelProfile
-from polytempo.strategy.parallel_plan import ParallelPlan, axes
+from polytempo.strategy.parallel_plan import ParallelPlan, axes_text
 from polytempo.strategy.prediction import Prediction, predict
 from polytempo.strategy.search import (
     Profiles,
@@ -186,7 +186,7 @@ def _alone(
     """Data, pipeline and tensor parallelism, each alone, with the best number of microbatches."""
     layers = cuttable_layers(next(iter(profiles.values())))
     for mesh in dict.fromkeys([Mesh(space.world), Mesh(1, space.world), Mesh(1, 1, space.world)]):
-        name = ",".join(f"{axis}={count}" for axis, count in axes(mesh) if count > 1) or "data=1"
+        name = axes_text(mesh)
         problem = mesh_problem(space, mesh, layers)
         if problem is not None:
             yield TradeRow(name, None, problem)
@@ -212,7 +212,8 @@ _TRADE = (
 
 
 def _trade_table(rows: Sequence[TradeRow], memory: float | None) -> list[str]:
-    names = [("", "strategy"), *((f"{'>' if row.chosen else ' '} {_axes_of(row)}",) for row in rows)]
+    axes = [row.name if row.prediction is None else axes_text(row.prediction.plan.mesh) for row in rows]
+    names = [("", "strategy"), *((f"{'>' if row.chosen else ' '} {axis}",) for row, axis in zip(rows, axes, strict=True))]
     figures = [_figures(row.prediction, memory) for row in rows if row.prediction is not None]
     widths = [max(len(cell) for cell in (*heads, *column)) for heads, *column in zip(_TRADE, *figures, strict=True)]
     first = max(len(cell) for one in names for cell in one) + 2 * (not rows)
@@ -229,12 +230,6 @@ def _trade_table(rows: Sequence[TradeRow], memory: float | None) -> list[str]:
     if memory is not None and any(row.prediction is not None and row.prediction.largest_memory > memory for row in rows):
         lines.append(f"* more than the {written_bytes(memory)} that a worker has")
     return [line.rstrip() for line in lines]
-
-
-def _axes_of(row: TradeRow) -> str:
-    if row.prediction is None:
-        return row.name
-    return ",".join(f"{axis}={count}" for axis, count in axes(row.prediction.plan.mesh) if count > 1) or "data=1"
 
 
 def _figures(one: Prediction, memory: float | None) -> tuple[str, ...]:

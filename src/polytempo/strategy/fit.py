@@ -6,6 +6,8 @@
 
 Replicas need not be in step (asp, ssp): one that has used up the job's budget votes for the end while another votes for an
 evaluation, and all carry out both. Evaluations, checkpoints and stops need no other agreement.
+
+Rank 0 shows how far it is: a bar on a terminal, plain lines elsewhere (a launcher's pipe, a file).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from polytempo.checkpoints import MANIFEST, remove_checkpoint, step_name, whole_checkpoints
@@ -30,17 +34,98 @@ from polytempo.errors import UsageError, WrongType, nearest
 from polytempo.session.session import current, init, is_initialized, log, rank, should_stop, size
 from polytempo.strategy.checkpoint import KIND, read_checkpoint
 from polytempo.strategy.evaluate import Metric, first_of_replica, mean_over, named_metrics
-from polytempo.strategy.fit_history import Callback, EarlyStop, History
-from polytempo.strategy.fit_progress import FitProgress
 from polytempo.strategy.sample_source import Batch, Part, SampleSource
 from polytempo.strategy.strategy import Strategy
 from polytempo.summation import in_order
 from polytempo.sync.compatibility import Feature, check_features
-from polytempo.sync.spec import parse_spec
 from polytempo.train.communication import all_reduce, barrier
 
 if TYPE_CHECKING:
     from polytempo.strategy.distributed_model import DistributedModel
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Stop when a figure has not improved for a number of evaluations.
+
+    Args:
+        metric: A column of the history: `"val_loss"`, `"val_accuracy"` for the metric `accuracy`, or `"loss"`.
+        patience: The number of evaluations without improvement after which the run stops.
+        min_delta: The least change that counts as an improvement.
+        largest: Larger is better.
+    """
+
+    metric: str = "val_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    largest: bool = False
+
+    def improves(self, value: float, best: float | None) -> bool:
+        """Whether a value is better than the best so far.
+
+        Args:
+            value: The value.
+            best: The best so far; None for the first.
+
+        Returns:
+            False for a value that is not a number.
+        """
+        change = math.inf if best is None else (value - best if self.largest else best - value)
+        return change > self.min_delta and not math.isnan(value)
+
+
+class Callback:
+    """What is called during `fit`, on every rank; override what is needed. Any method may call `run.stop()`.
+
+    Example:
+        ```python
+        class Target(pt.Callback):
+            def on_evaluation(self, run):
+                if run.row["val_loss"] < 1.5:
+                    run.stop()
+        ```
+    """
+
+    def on_start(self, run: FitRun) -> None:
+        """Before the first step."""
+
+    def on_step(self, run: FitRun) -> None:
+        """After a step: `run.step`, `run.loss`."""
+
+    def on_evaluation(self, run: FitRun) -> None:
+        """After an evaluation: `run.row` has its figures, the same on all ranks."""
+
+    def on_epoch(self, run: FitRun) -> None:
+        """After an epoch: `run.row`, `run.epoch`."""
+
+    def on_end(self, run: FitRun) -> None:
+        """After the last step: `run.history`."""
+
+
+@dataclass
+class History:
+    """What `fit` returns; `history["val_loss"]` is a column.
+
+    Attributes:
+        rows: A dict for each evaluation and each end of an epoch: epoch, step, loss, val_loss, val_* of the metrics,
+            seconds of training, samples_per_s.
+        stopped: Why the run ended: `"epochs"`, `"max_steps"`, `"budget"` (of the launcher), `"early stop"` or `"callback"`.
+        best: The row with the best value so far; by `val_loss` without `early_stop`.
+        checkpoint: The folder of the last checkpoint.
+        best_checkpoint: The folder of the checkpoint of the best row.
+        model: The distributed model, for `evaluate` and `predict`.
+    """
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    stopped: str = ""
+    best: dict[str, float] | None = None
+    checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
+    model: DistributedModel | None = None
+
+    def __getitem__(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows if name in row]
+
 
 #: Why a run has stopped, in the order in which reasons count.
 REASONS = ("budget", "max_steps", "callback")
@@ -138,9 +223,13 @@ def fit(
         raise UsageError("resume=True needs checkpoint=, the folder in which the checkpoints are")
     if not chosen.automatic:
         _check_batch(source.batch_size, chosen.mesh(size()).data, chosen.microbatches or chosen.pipe)
-    check_features(parse_spec(chosen.sync) if chosen.sync else current().job.spec, Feature.FIT)
-    if resume and checkpoint is not None:
-        _load_values(model, Path(checkpoint))
+    check_features(chosen.spec if chosen.sync else current().job.spec, Feature.FIT)
+    there = whole_checkpoints(Path(checkpoint)) if resume and checkpoint is not None else []
+    if there and json.loads((there[-1] / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND:
+        # Before the optimizer is made: some modes take values from the script only then. What is wrong with the checkpoint
+        # is said later, where all of it is loaded.
+        with suppress(RuntimeError):  # it is of another model
+            model.load_state_dict(read_checkpoint(there[-1]).model)
     in_place = not (chosen.automatic or chosen.is_split)
     example, target = source.example()
     spread = chosen.distribute(
@@ -162,7 +251,10 @@ def fit(
         validation=held,
         metrics=functions,
         scheduler=scheduler(spread.optimizer) if scheduler is not None else None,
-        limits=FitLimits(passes, max_steps or math.inf, evaluate_every, checkpoint_every),
+        epochs=passes,
+        max_steps=max_steps or math.inf,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
         rule=rule,
         folder=None if checkpoint is None else Path(checkpoint),
         callbacks=tuple(callbacks),
@@ -175,25 +267,6 @@ def fit(
     if not in_place:
         model.load_state_dict(spread.state_dict())
     return history
-
-
-def _load_values(model: torch.nn.Module, folder: Path) -> None:
-    """Load the values of the last checkpoint, before the optimizer is made: some modes take values from the script only
-    then. What is wrong with the checkpoint is said later, where all of it is loaded."""
-    there = whole_checkpoints(folder)
-    if there and json.loads((there[-1] / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND:
-        with suppress(RuntimeError):  # it is of another model
-            model.load_state_dict(read_checkpoint(there[-1]).model)
-
-
-@dataclass(frozen=True)
-class FitLimits:
-    """When a run ends, evaluates and saves: arguments of `fit`."""
-
-    epochs: float
-    max_steps: float
-    evaluate_every: int
-    checkpoint_every: int
 
 
 @dataclass
@@ -213,7 +286,10 @@ class FitRun:
     validation: SampleSource | None
     metrics: Mapping[str, Metric]
     scheduler: Any
-    limits: FitLimits
+    epochs: float  #: to train, as the next three an argument of `fit`
+    max_steps: float
+    evaluate_every: int
+    checkpoint_every: int
     rule: EarlyStop
     folder: Path | None
     callbacks: Sequence[Callback]
@@ -246,16 +322,16 @@ class FitRun:
         self.history.model, self.history.stopped = self.model, ""
         self._call("on_start")
         try:
-            while self.epoch < self.limits.epochs and self.step < self.limits.max_steps and not self.history.stopped:
+            while self.epoch < self.epochs and self.step < self.max_steps and not self.history.stopped:
                 self._train_epoch()
         finally:
             self.progress.close()
-        self.history.stopped = self.history.stopped or ("max_steps" if self.step >= self.limits.max_steps else "epochs")
+        self.history.stopped = self.history.stopped or ("max_steps" if self.step >= self.max_steps else "epochs")
         self._call("on_end")
         return self.history
 
     def _train_epoch(self) -> None:
-        limits, epoch, began = self.limits, self.epoch, time.perf_counter()
+        epoch, began = self.epoch, time.perf_counter()
         self.progress.begin_epoch(self.epoch, self.data.steps(self._parts))
         batches = self.data.training(self.epoch, self._parts, self.model.point.data, self.model.mesh.data)
         for (x, y), last in _and_last(batches):
@@ -267,9 +343,9 @@ class FitRun:
             self._seconds, began = self._seconds + time.perf_counter() - began, time.perf_counter()
             self.progress.step(self.epoch, self._steps, self.step, self.loss, self._rate())
             self._call("on_step")
-            reasons = (should_stop(), self.step >= limits.max_steps, self._asked)
-            evaluates = last or _is_due(self.step, limits.evaluate_every)
-            saves = _is_due(self.step, limits.checkpoint_every) or (last and not limits.checkpoint_every)
+            reasons = (should_stop(), self.step >= self.max_steps, self._asked)
+            evaluates = last or _is_due(self.step, self.evaluate_every)
+            saves = _is_due(self.step, self.checkpoint_every) or (last and not self.checkpoint_every)
             due = evaluates or saves or any(reasons[:2])  # on all ranks of the replica; a callback may have asked on one
             if due or (self.callbacks and self.step % VOTE_EVERY == 0):
                 self._vote([evaluates, saves, last, *reasons])
@@ -303,17 +379,13 @@ class FitRun:
             self._call("on_evaluation")
             if over:
                 self._call("on_epoch")
-            self._agree_to_stop()
+            if self.callbacks and not self.history.stopped:  # they have just been called, on all ranks
+                asked = torch.tensor([float(self._asked)])
+                all_reduce(asked)
+                self.history.stopped = "callback" if asked.item() else ""
             losses = 0.0, 0.0
         if self.folder is not None and (saves or better or self.history.stopped):
             self._save(self.folder, position, losses, better)
-
-    def _agree_to_stop(self) -> None:
-        """Callbacks have just been called, on all ranks."""
-        if self.callbacks and not self.history.stopped:
-            asked = torch.tensor([float(self._asked)])
-            all_reduce(asked)
-            self.history.stopped = "callback" if asked.item() else ""
 
     def _add_row(self, epoch: int, loss: float) -> bool:
         """Evaluate, and add a row to the history; is it the best?"""
@@ -416,7 +488,6 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _and_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each batch, and whether it is the last."""
     before: list[Batch] = []
     for batch in batches:
         yield from ((one, False) for one in before)
@@ -434,3 +505,78 @@ def _replay(scheduler: Any, steps: int, rows: Sequence[Mapping[str, float]]) -> 
         else:
             for _ in range(steps):
                 scheduler.step()
+
+
+#: Seconds between two plain lines within an epoch.
+SHOWN_EVERY = 10.0
+
+
+class FitProgress:
+    """The display of one run.
+
+    Args:
+        shown: Whether anything is shown.
+        epochs: The number of epochs of the run; infinite where steps end it.
+        console: Where; standard output by default.
+    """
+
+    def __init__(self, shown: bool, epochs: float, console: Console | None = None) -> None:
+        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._shown, self._epochs = shown, epochs
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._told = time.monotonic()
+
+    def begin_epoch(self, epoch: int, steps: int | None) -> None:
+        """An epoch begins; `steps`: how many it has left, None where that is not known."""
+        if not self._shown or not self._console.is_terminal:
+            return
+        if self._bar is None:
+            columns = (
+                *(TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn()),
+                *(TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True)),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
+            self._bar.start()
+        elif self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(self._epoch(epoch), total=steps, figures="")
+
+    def step(self, epoch: int, done: int, step: int, loss: float, rate: float) -> None:
+        """A step was made: the `done`-th of its epoch."""
+        if not self._shown:
+            return
+        figures = f"loss {loss:.4f}  {rate:,.0f} samples/s"
+        now = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, figures=figures)
+            if now - self._told >= 0.1:
+                self._told = now
+                self._bar.refresh()
+        elif now - self._told >= SHOWN_EVERY:
+            self._told = now
+            self._console.print(f"{self._epoch(epoch)}  step {step}  {figures}")
+
+    def row(self, epoch: int, row: Mapping[str, float]) -> None:
+        """An evaluation or the end of an epoch: a line that stays."""
+        if self._shown:
+            hidden = ("epoch", "step", "seconds", "samples_per_s")
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if name not in hidden)
+            rate = f"{row['samples_per_s']:,.0f} samples/s"
+            self._told = time.monotonic()
+            self._console.print(f"{self._epoch(epoch)}  step {row['step']:.0f}  {figures}  {rate}")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._shown:
+            self._console.print(text)
+
+    def close(self) -> None:
+        """End the display."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _epoch(self, epoch: int) -> str:
+        if self._epochs == math.inf:
+            return f"epoch {epoch + 1}"
+        return f"epoch {epoch + 1:>{len(str(self._epochs))}}/{self._epochs}"

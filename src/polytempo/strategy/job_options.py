@@ -38,7 +38,7 @@ class JobOptions:
         via = _one("via", declared.via, self.via) or "auto"
         workers = self._workers(declared)
         strategy = self._resolved(declared, workers, sync)
-        if not strategy.automatic:
+        if strategy.is_split:
             self._check_split(strategy, workers + self.expect)
         least = workers + self.expect if strategy.is_split else self.min_workers
         refused = refused_of(lambda spec: self._resolved(declared, workers, spec.text))
@@ -51,7 +51,7 @@ class JobOptions:
         if declared.automatic:
             return declared
         strategy = declared.resolved(workers + self.expect, sync)
-        check_pair(sync, strategy.pipe, strategy.tensor, strategy.schedule)
+        check_pair(strategy.spec, strategy.pipe, strategy.tensor, strategy.schedule)
         return strategy
 
     def _workers(self, strategy: Strategy) -> int:
@@ -71,9 +71,6 @@ class JobOptions:
         return total - self.expect
 
     def _check_split(self, strategy: Strategy, size: int) -> None:
-        """What does not go with a model that is on several workers."""
-        if not strategy.is_split:
-            return
         split = " and ".join(f"{name}={n}" for name, n in (("pipe", strategy.pipe), ("tensor", strategy.tensor)) if n > 1)
         if self.saves:
             raise UsageError(

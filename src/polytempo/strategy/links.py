@@ -12,13 +12,21 @@ measured is not predicted.
                       busy, for memory bandwidth and caches are shared
     action_s          a stage's forward and backward around a layer, less the layer
     cores             that the ranks of a host may use, by their affinity, for each thread of a rank
+
+For plans that are made outside of a job, `measured_machine` starts a short one with this file as its script: its ranks
+measure what lies between them, and rank 0 writes it to a file. The environment of the user counts: threads, affinity, cores.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, thread_time
 
@@ -27,13 +35,14 @@ from torch import nn
 
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import World
+from polytempo.errors import PolytempoError
 from polytempo.mesh import ReplicaRanks
 from polytempo.pipeline.partition import ModelPart
 from polytempo.pipeline.point_to_point import BACKWARD, FORWARD, PointToPoint
 from polytempo.pipeline.stage import Stage, drawing_apart
 from polytempo.pipeline.stage_message import StageMessage
-from polytempo.session.session import Session
-from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction
+from polytempo.session.session import Session, current, init, rank, shutdown
+from polytempo.strategy.costs import Machine, MeasuredLink, MeasuredReduction, as_data, from_data
 from polytempo.train.optimizer import DistributedOptimizer
 
 #: Bytes of the messages and reductions that are measured (gradients are large), and seconds that each may take.
@@ -59,38 +68,31 @@ def measure_machine(world: World, work: Callable[[], object] | None = None, sess
         The machine, as predictions need it.
     """
     with drawing_apart(torch.device("cpu")):
-        return _measured(world, work or _perceptron(), session)
-
-
-def _measured(world: World, work: Callable[[], object], session: Session | None) -> Machine:
-    group = world.new_group(range(world.size))
-    assert group is not None
-    hosts = tuple(tuple(host) for host in world.hosts)
-    neighbours = next((host[:2] for host in hosts if len(host) > 1), None)
-    between = _link(group, (hosts[0][0], hosts[1][0])) if len(hosts) > 1 else None
-    inside = _link(group, neighbours) if neighbours is not None else between
-    cores = _cores(group, hosts)
-    sizes = [size for size in range(2, world.size + 1) if world.size % size == 0]
-    reductions = [one for size in sizes for one in _tensor_reductions(world, group, size)]
-    if session is not None and session.job.spec.capabilities.common:
-        reductions += [one for size in sizes for one in _data_reductions(session, group, size)]
-    return Machine(
-        hosts=hosts,
-        cores=cores,
-        inside=inside or MeasuredLink(0.0, 0.0),  # one rank has no link
-        between=between,
-        reduce_inside=_of_two(reductions, "tensor", 1),
-        reduce_between=_of_two(reductions, "tensor", 2),
-        contention=_contention(group, hosts, cores, work),
-        action_s=_agreed(group, _action_seconds(), group.ranks[0]),
-        data_inside=_of_two(reductions, "data", 1),
-        data_between=_of_two(reductions, "data", 2),
-        reductions=tuple(reductions),
-    )
-
-
-def _of_two(reductions: Sequence[MeasuredReduction], axis: str, hosts: int) -> MeasuredLink | None:
-    return next((one.link for one in reductions if (one.axis, one.ranks, one.hosts) == (axis, 2, hosts)), None)
+        group = world.new_group(range(world.size))
+        assert group is not None
+        hosts = tuple(tuple(host) for host in world.hosts)
+        neighbours = next((host[:2] for host in hosts if len(host) > 1), None)
+        between = _link(group, (hosts[0][0], hosts[1][0])) if len(hosts) > 1 else None
+        inside = _link(group, neighbours) if neighbours is not None else between
+        cores = _cores(group, hosts)
+        sizes = [size for size in range(2, world.size + 1) if world.size % size == 0]
+        reductions = [one for size in sizes for one in _tensor_reductions(world, group, size)]
+        if session is not None and session.job.spec.capabilities.common:
+            reductions += [one for size in sizes for one in _data_reductions(session, group, size)]
+        of_two = {(one.axis, one.hosts): one.link for one in reductions if one.ranks == 2}
+        return Machine(
+            hosts=hosts,
+            cores=cores,
+            inside=inside or MeasuredLink(0.0, 0.0),  # one rank has no link
+            between=between,
+            reduce_inside=of_two.get(("tensor", 1)),
+            reduce_between=of_two.get(("tensor", 2)),
+            contention=_contention(group, hosts, cores, work or _perceptron()),
+            action_s=_gathered(group, _action_seconds())[0][0],  # of the first rank, on every rank
+            data_inside=of_two.get(("data", 1)),
+            data_between=of_two.get(("data", 2)),
+            reductions=tuple(reductions),
+        )
 
 
 # What all ranks know.
@@ -102,11 +104,6 @@ def _gathered(group: RankGroup, *values: float) -> list[list[float]]:
     rows = [torch.empty_like(mine) for _ in range(group.size)]
     group.all_gather(rows, mine).wait()
     return [row.tolist() for row in rows]
-
-
-def _agreed(group: RankGroup, value: float, rank: int) -> float:
-    """The figure of one rank, on every rank."""
-    return _gathered(group, value)[group.ranks.index(rank)][0]
 
 
 def _cores(group: RankGroup, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -135,7 +132,11 @@ def _link(group: RankGroup, pair: Sequence[int]) -> MeasuredLink:
             times.append([seconds / 2 for seconds in _ping(p2p, pair[1], size)])
             core.append((thread_time() - before) / 2 / (1 + len(times[-1])))  # one sent and one received in each round
         elif group.engine.rank == pair[1]:
-            _pong(p2p, pair[0])
+            number, going = 0, True
+            while going:
+                message = p2p.take(pair[0], FORWARD, number)
+                p2p.send(pair[0], BACKWARD, StageMessage(message.values, number=number))
+                number, going = number + 1, bool(message.version)
     p2p.settle()
     mine = (*_figures(times[0], times[1]), core[0]) if times else (0.0, 0.0, 0.0)
     return MeasuredLink(*_gathered(group, *mine)[group.ranks.index(pair[0])])
@@ -160,14 +161,6 @@ def _ping(p2p: PointToPoint, other: int, size: int) -> list[float]:
         times.append(perf_counter() - started)
         number += 1
     return times[1:]  # the first announces the form and makes the memory
-
-
-def _pong(p2p: PointToPoint, other: int) -> None:
-    number, going = 0, True
-    while going:
-        message = p2p.take(other, FORWARD, number)
-        p2p.send(other, BACKWARD, StageMessage(message.values, number=number))
-        number, going = number + 1, bool(message.version)
 
 
 # Reductions.
@@ -321,3 +314,42 @@ def _action_seconds() -> float:
     action()
     around, alone = (median([_seconds(call) for _ in range(MOST)]) for call in (action, module))
     return max(0.0, around - alone) / 2
+
+
+#: Seconds that the job may take.
+PATIENCE = 300.0
+
+
+def measured_machine(workers: int, link: str | None = None) -> Machine:
+    """Measure a machine by a job of its own.
+
+    Args:
+        workers: The number of processes, all on this host.
+        link: A network between them to emulate, as `polytempo run --link` takes it.
+
+    Returns:
+        What lies between the ranks.
+
+    Raises:
+        PolytempoError: The job has failed; the text is its last line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "machine.json"
+        options = ["-n", str(workers), "-q", *(["--link", link] if link else [])]
+        command = [sys.executable, "-m", "polytempo", "run", *options, __file__, str(file)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        except subprocess.TimeoutExpired:
+            raise PolytempoError(f"measuring the links of {workers} processes took more than {PATIENCE:g} s") from None
+        if done.returncode or not file.exists():
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise PolytempoError(f"measuring the links of {workers} processes failed: {said[-1] if said else 'no output'}")
+        return from_data(json.loads(file.read_text(encoding="utf-8")))[1]
+
+
+if __name__ == "__main__":  # what each rank runs
+    init()
+    found = measure_machine(current().world(), session=current())
+    if rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(as_data([], found)), encoding="utf-8")
+    shutdown()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.partition import ModelPart, layers_of, tied
-from polytempo.pipeline.profiler import Device, MeasuredPart, Undisturbed, mapped_tensors, measure_parts, tensors_in
+from polytempo.pipeline.profiler import Device, Undisturbed, mapped_tensors, measure_parts, tensors_in
 from polytempo.pipeline.stage import Loss, MakeOptimizer
 from polytempo.strategy.costs import ModelProfile, ShardedLayer, TensorCall, TiedWeights
 from polytempo.tensor_parallel.cross_entropy import parallel_loss
@@ -86,8 +86,18 @@ def measure_model(
         passing = max(0, one.output_unsaved - (behind.input_saved if behind is not None else 0))
         passing = 0 if len(found) == len(cut.parts) else passing  # a stage keeps its losses
         params = list(dict.fromkeys(param for _, param in part.parameters()))
-        update = _measured_update(params, optimizer, repeats, device) if optimizer is not None else _Update()
-        found.append(_sharded(one, calls[len(found)], passing, params, update))
+        seconds, state_bytes = _measured_update(params, optimizer, repeats, device) if optimizer is not None else (0.0, 0.0)
+        found.append(
+            ShardedLayer(
+                layer=replace(one.layer, made_bytes=one.layer.kept_bytes - passing),
+                calls=calls[len(found)],
+                update_s=seconds,
+                state_bytes=state_bytes,
+                core_share=one.core_share,
+                gradient_bytes=_trained(params),
+                passing_bytes=passing,  # of its output, what neither it nor the layer behind needs again
+            )
+        )
     return ModelProfile(
         model=type(model).__name__ if isinstance(model, nn.Module) else "model",
         tensor=tensor,
@@ -143,7 +153,10 @@ class _LossLayer(nn.Module):  # type: ignore[misc]
     def forward(self, output: Any) -> torch.Tensor:
         if isinstance(self._target, torch.Tensor):
             return self._loss(output, self.target)
-        return self._loss(output, _on(self._target, output.device) if isinstance(output, torch.Tensor) else self._target)
+        target = self._target
+        if isinstance(output, torch.Tensor):
+            target = mapped_tensors(lambda tensor: tensor.to(output.device), target)
+        return self._loss(output, target)
 
 
 # A microbatch.
@@ -160,60 +173,31 @@ def taken(value: Any, count: int) -> Any:
     return mapped_tensors(rows, value)
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    return mapped_tensors(lambda tensor: tensor.to(device), value)
-
-
 # The optimizer.
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What the optimizer takes for some parameters."""
-
-    seconds: float = 0.0
-    state_bytes: float = 0.0
-
-
-def _sharded(
-    measured: MeasuredPart, calls: tuple[TensorCall, ...], passing: int, params: Sequence[nn.Parameter], update: _Update
-) -> ShardedLayer:
-    """`passing`: bytes of its output that neither it nor the layer behind needs again."""
-    return ShardedLayer(
-        layer=replace(measured.layer, made_bytes=measured.layer.kept_bytes - passing),
-        calls=calls,
-        update_s=update.seconds,
-        state_bytes=update.state_bytes,
-        core_share=measured.core_share,
-        gradient_bytes=_trained(params),
-        passing_bytes=passing,
-    )
 
 
 def _trained(params: Sequence[nn.Parameter]) -> int:
     return sum(param.nbytes for param in params if param.requires_grad)
 
 
-def _measured_update(params: Sequence[nn.Parameter], optimizer: MakeOptimizer, repeats: int, device: Device) -> _Update:
-    """Steps of the optimizer on copies of these parameters; the first makes its state."""
+def _measured_update(
+    params: Sequence[nn.Parameter], optimizer: MakeOptimizer, repeats: int, device: Device
+) -> tuple[float, float]:
+    """Seconds of a step of the optimizer on copies of these parameters, and bytes of its state, which the first makes."""
     if not any(param.requires_grad for param in params):
-        return _Update()
+        return 0.0, 0.0
     copies = [nn.Parameter(param.detach().to(device, copy=True), requires_grad=param.requires_grad) for param in params]
     gradients = [torch.full_like(one, 1e-3) if one.requires_grad else None for one in copies]
     made, times = optimizer(copies), []
     for _ in range(1 + repeats):
         for one, gradient in zip(copies, gradients, strict=True):
             one.grad = gradient
-        times.append(_step_seconds(made, copies[0].device))
-    return _Update(median(times[1:]), sum(tensor.nbytes for tensor in state_tensors(made)))
-
-
-def _step_seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    clock = Undisturbed({device} if device.type == "cuda" else set())
-    optimizer.step()
-    optimizer.zero_grad()
-    clock.end()
-    return clock.seconds
+        clock = Undisturbed({copies[0].device} if copies[0].device.type == "cuda" else set())
+        made.step()
+        made.zero_grad()
+        clock.end()
+        times.append(clock.seconds)
+    return median(times[1:]), sum(tensor.nbytes for tensor in state_tensors(made))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,7 +53,7 @@ class ParallelPlan:
             raise UsageError(problem)
 
     def __str__(self) -> str:
-        parts = [f"{name}={count}" for name, count in axes(self.mesh) if count > 1] or ["data=1"]
+        parts = [axes_text(self.mesh)]
         if self.mesh.pipe > 1:
             parts.append(f"schedule={self.schedule}")
         if self.mesh.pipe > 1 or self.microbatches > 1:
@@ -97,9 +96,10 @@ class ParallelPlan:
         return [*held, profile.loss] if stage == self.mesh.pipe - 1 and profile.loss is not None else held
 
 
-def axes(mesh: Mesh) -> Iterator[tuple[str, int]]:
-    """The names of the axes, and the number of ranks on each."""
-    yield from (("data", mesh.data), ("pipe", mesh.pipe), ("tensor", mesh.tensor))
+def axes_text(mesh: Mesh) -> str:
+    """The axes that have several ranks: `data=2,pipe=2`."""
+    counts = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
+    return ",".join(f"{name}={count}" for name, count in counts.items() if count > 1) or "data=1"
 
 
 def batch_problem(batch: int, data: int, microbatches: int, world: int | None = None) -> str | None:

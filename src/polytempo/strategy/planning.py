@@ -2,7 +2,7 @@
 
 In a job all ranks call these together. The ranks measure what lies between them; then rank 0 measures the model, by itself,
 and sends all figures to the others. Each rank decides from the same figures, and so decides the same. An error of rank 0 is
-raised on all ranks. Outside of a job, a short one measures the links (`measuring_job.py`).
+raised on all ranks. Outside of a job, a short one measures the links (`links.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from polytempo.pipeline.stage_message import rows
 from polytempo.session.session import Session
 from polytempo.strategy.costs import Machine, ModelProfile, as_data, from_data
 from polytempo.strategy.explanation import Explanation, explain_impossible, explain_plan
-from polytempo.strategy.links import measure_machine
+from polytempo.strategy.links import measure_machine, measured_machine
 from polytempo.strategy.measure import measure_model
-from polytempo.strategy.measuring_job import measured_machine
 from polytempo.strategy.parallel_plan import ParallelPlan, batch_problem
-from polytempo.strategy.prediction import Prediction, predict
 from polytempo.strategy.search import Profiles, SearchResult, SearchSpace, mesh_problem, needed_profiles, search
 from polytempo.strategy.soundness import check_pair
 from polytempo.strategy.strategy import Strategy
+from polytempo.sync.spec import Spec
 from polytempo.tensor_parallel.plan import find_plan
 
 #: Seconds that all measurements of a model may take, beyond one run of each layer in each of them; and each at least.
@@ -121,7 +120,7 @@ def choose(strategy: Strategy, planned: PlannedModel, session: Session, batch: i
     Raises:
         UsageError: None is possible, or none fits into the memory; on all ranks.
     """
-    space = search_space(strategy, planned, session.size, batch, strategy.memory, session.job.sync)
+    space = search_space(strategy, planned, session.size, batch, strategy.memory, session.job.spec)
     layers = planned.trained_layers()
     figures = measured_together(planned, session, needed_profiles(space, layers), space, layers)
     return search(space, figures.profiles, figures.machine)
@@ -184,14 +183,21 @@ def explain(
     Raises:
         UsageError: The number of workers is not known, or none of the strategies is possible.
     """
-    size = _workers(strategy, session, world)
-    sync = session.job.sync if session is not None else "bsp"
-    space = search_space(strategy, planned, size, batch, memory if memory is not None else strategy.memory, sync)
+    if session is not None and world in (None, session.size):
+        size = session.size
+    elif world is not None:
+        size = world
+    elif strategy.automatic or strategy.data is None:
+        raise UsageError(f"expected the number of workers for strategy {strategy}; give world=4, or run it in a job")
+    else:
+        size = strategy.data * strategy.each
+    job = session.job.spec if session is not None else Strategy().spec
+    space = search_space(strategy, planned, size, batch, memory if memory is not None else strategy.memory, job)
     layers = planned.trained_layers()
     if strategy.automatic:
         figures = _measured(planned, session, needed_profiles(space, layers), space, layers)
         return explain_plan(space, figures.profiles, figures.machine, search(space, figures.profiles, figures.machine))
-    plan, problem = _given_plan(strategy, planned, space, layers, stages)
+    plan, problem = given_plan(strategy, planned, space, layers, stages)
     alone = [Mesh(size), Mesh(1, size), Mesh(1, 1, size)]
     pairs = needed_profiles(space, layers, alone) + ([(plan.mesh.tensor, plan.microbatch)] if plan is not None else [])
     figures = _measured(planned, session, dict.fromkeys(pairs or [(1, batch)]), space, layers)
@@ -200,34 +206,11 @@ def explain(
     return explain_plan(space, figures.profiles, figures.machine, plan, strategy.schedule)
 
 
-def figures_of(strategies: Iterable[Strategy], planned: PlannedModel, session: Session, batch: int) -> Figures:
-    """What predictions of these strategies need, measured in a job. All ranks call it."""
-    pairs = []
-    for strategy in strategies:
-        resolved = strategy.resolved(session.size, session.job.sync)
-        mesh = resolved.mesh(session.size)
-        pairs.append((mesh.tensor, batch // mesh.data // (resolved.microbatches or resolved.pipe)))
-    space = search_space(Strategy(), planned, session.size, batch, None, session.job.sync)
-    return measured_together(planned, session, dict.fromkeys(pairs), space, planned.trained_layers())
-
-
-def predicted(
-    strategy: Strategy, planned: PlannedModel, figures: Figures, batch: int, stages: tuple[int, ...] | None = None
-) -> Prediction:
-    """What is predicted of a strategy that is possible, as `distribute` would make it."""
-    world = sum(map(len, figures.machine.hosts))
-    space = search_space(strategy, planned, world, batch, None, strategy.sync or "bsp")
-    plan, problem = _given_plan(strategy, planned, space, planned.trained_layers(), stages)
-    if plan is None:
-        raise UsageError(problem)
-    return predict(plan, figures.profiles[plan.mesh.tensor, plan.microbatch], figures.machine)
-
-
 def search_space(
-    strategy: Strategy, planned: PlannedModel, world: int, batch: int | None, memory: float | None, sync: str
+    strategy: Strategy, planned: PlannedModel, world: int, batch: int | None, memory: float | None, job: Spec
 ) -> SearchSpace:
     """What a strategy for a model can be chosen from."""
-    mode, found = strategy.sync or sync, dict[int, str | None]()
+    mode, found = strategy.spec if strategy.sync else job, dict[int, str | None]()
 
     def problem(mesh: Mesh) -> str | None:
         try:
@@ -241,7 +224,7 @@ def search_space(
     samples = batch if batch is not None else rows(planned.inputs)
     if samples < 1:
         raise UsageError(f"expected a batch of at least 1 sample, got {samples}; give batch=, or an example with samples")
-    found_space = SearchSpace(world, samples, memory, mode, strategy.via, problem=problem)
+    found_space = SearchSpace(world, samples, memory, mode.text, strategy.via, problem=problem)
     if strategy.automatic and strategy.microbatches is not None:
         found_space = replace(found_space, microbatches=strategy.microbatches)
     if strategy.automatic and strategy.schedule != Strategy.schedule:
@@ -249,17 +232,7 @@ def search_space(
     return found_space
 
 
-def _workers(strategy: Strategy, session: Session | None, world: int | None) -> int:
-    if session is not None and world in (None, session.size):
-        return session.size
-    if world is not None:
-        return world
-    if strategy.automatic or strategy.data is None:
-        raise UsageError(f"expected the number of workers for strategy {strategy}; give world=4, or run it in a job")
-    return strategy.data * strategy.each
-
-
-def _given_plan(
+def given_plan(
     strategy: Strategy, planned: PlannedModel, space: SearchSpace, layers: int, stages: tuple[int, ...] | None
 ) -> tuple[ParallelPlan | None, str]:
     """The plan of a strategy as `distribute` would make it; or why it is impossible."""

@@ -1,26 +1,74 @@
-"""The model, loss, optimizer and first batch of a script that trains by a strategy or by `pt.fit`.
+"""The model, loss, optimizer and first batch of a script that trains by a pipeline, a strategy or `pt.fit`.
 
-The script is run as a job of one (`pipeline/first_batch.py`). While it is inspected, a strategy of any size is at home in
-that job: `scope()` changes nothing, `distribute()` gives a model whose first step raises `Stepped`, and so does `fit`.
+The script is run as a job of one, up to its first step, which raises `Stepped`. While it is inspected, a strategy of any
+size is at home in that job: `scope()` changes nothing, and `explain()` says nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
 from polytempo.mesh import Mesh, MeshPoint
-from polytempo.pipeline.first_batch import Found, Stepped
+from polytempo.pipeline import pipeline
 from polytempo.pipeline.stage_message import rows
+from polytempo.session.session import is_initialized, shutdown
+from polytempo.strategy import fit
 from polytempo.strategy.strategy import Strategy
 
 #: The batch of `fit` where a script does not say.
 DEFAULT_BATCH = 32
-FIT = "polytempo.strategy.fit"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model, an example of its inputs, and the number of microbatches of a batch where the script sets it. What follows is
+    for plans of strategies: loss, optimizer, an example of the targets, the samples of a step."""
+
+    model: Any
+    example: Any
+    microbatches: int | None = None
+    loss: Any = None
+    optimizer: Any = None
+    target: Any = None
+    batch: int | None = None
+    tensor_plan: Any = None
+
+
+class Stepped(BaseException):
+    """A pipeline has received its first batch. Not an `Exception`, so that the script does not catch it."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self.found = found
+
+
+class _PipelineProbe:
+    """Replaces `pt.Pipeline` while a script is inspected."""
+
+    def __init__(
+        self, model: Any, *_: Any, microbatches: int | None = None, loss: Any = None, optimizer: Any = None, **__: Any
+    ) -> None:
+        self.microbatches = microbatches
+        self._model, self._loss, self._optimizer = model, loss, optimizer
+
+    def step(self, x: Any = None, y: Any = None) -> None:
+        count = self.microbatches or 1
+        inputs, targets = _part(x, count), _part(y, count)
+        raise Stepped(Found(self._model, inputs, self.microbatches, self._loss, self._optimizer, targets, rows(x)))
+
+
+def _part(value: Any, parts: int) -> Any:
+    """One of the microbatches of a batch."""
+    if isinstance(value, tuple | list):
+        return type(value)(_part(one, parts) for one in value)
+    return value[: max(1, len(value) // parts)] if getattr(value, "shape", ()) else value
 
 
 class _SpreadProbe:
@@ -44,28 +92,19 @@ class _SpreadProbe:
 
 
 def _fit_probe(model: Any, data: Any, loss: Any = None, **given: Any) -> None:
-    batch, (x, y) = _first(data, given.get("batch_size"))
-    named = {name: given.get(name) for name in ("optimizer", "tensor_plan")}
-    raise Stepped(Found(model, x, loss=loss, target=y, batch=batch, **named))
-
-
-def _first(data: Any, batch: int | None) -> tuple[int, tuple[Any, Any]]:
-    """The samples of a step, and inputs and targets of the first."""
-    from torch import Tensor
-    from torch.utils.data import DataLoader, IterableDataset, default_collate
-
+    batch = given.get("batch_size")
+    size = batch or DEFAULT_BATCH
     if isinstance(data, DataLoader):
         x, y = next(iter(data))
-        return batch or rows(x), (x, y)
-    size = batch or DEFAULT_BATCH
-    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        return size, (data[0][:size], data[1][:size])
-    if isinstance(data, IterableDataset):
-        found = list(islice(iter(data), size))
+        size = batch or rows(x)
+    elif isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        x, y = data[0][:size], data[1][:size]
+    elif isinstance(data, IterableDataset):
+        x, y = default_collate(list(islice(iter(data), size)))
     else:
-        found = [data[index] for index in range(min(size, len(data)))]
-    x, y = default_collate(found)
-    return size, (x, y)
+        x, y = default_collate([data[index] for index in range(min(size, len(data)))])
+    named = {name: given.get(name) for name in ("optimizer", "tensor_plan")}
+    raise Stepped(Found(model, x, loss=loss, target=y, batch=size, **named))
 
 
 @contextmanager
@@ -82,20 +121,28 @@ def _no_explanation(strategy: Strategy, *_: Any, **__: Any) -> str:
 
 
 @contextmanager
-def strategies_stop_at_their_first_batch() -> Iterator[None]:
-    """Here strategies do not train: the first step of a distributed model, and `fit`, raise `Stepped`."""
-    probes = {"distribute": _distribute_probe, "scope": _no_scope, "explain": _no_explanation}
-    real = {name: getattr(Strategy, name) for name in probes}
-    module: Any = import_module(FIT) if importlib.util.find_spec(FIT) is not None else None
-    fit = module.fit if module is not None else None
-    for name, probe in probes.items():
-        setattr(Strategy, name, probe)
-    if module is not None:
-        module.fit = _fit_probe
+def training_stops_at_its_first_batch() -> Iterator[None]:
+    """Here nothing is trained: the first step of a pipeline or a distributed model, and `fit`, raise `Stepped`. A job that
+    the script joins is left again."""
+    probes: list[tuple[Any, str, Any]] = [
+        (pipeline, "Pipeline", _PipelineProbe),
+        (fit, "fit", _fit_probe),
+        (Strategy, "distribute", _distribute_probe),
+        (Strategy, "scope", _no_scope),
+        (Strategy, "explain", _no_explanation),
+    ]
+    real = [(owner, name, getattr(owner, name)) for owner, name, _ in probes]
+    for owner, name, probe in probes:
+        setattr(owner, name, probe)
     try:
         yield
     finally:
-        for name, method in real.items():
-            setattr(Strategy, name, method)
-        if module is not None:
-            module.fit = fit
+        for owner, name, before in real:
+            setattr(owner, name, before)
+        leave_job()
+
+
+def leave_job() -> None:
+    """End the job that a script has joined, if it has."""
+    if is_initialized():
+        shutdown()

@@ -12,12 +12,13 @@ in which two ranks of a group may read different versions of a weight that both 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import make
-from polytempo.sync.compatibility import ALWAYS, Feature, check_features, conflict
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.compatibility import Feature, check_features, conflict, goes_instead
+from polytempo.sync.spec import Spec
 
 
 class Refusal(NamedTuple):
@@ -35,16 +36,14 @@ def refusal(spec: Spec, pipe: int, tensor: int) -> Refusal | None:
     found = conflict(spec, feature)
     if found is None:
         return None
-    plain = (spec.text.split(",")[0] if spec.arguments else spec.mode.name,)
-    fitting = [mode for mode in found.nearest or plain if conflict(parse_spec(mode), feature) is None] or ALWAYS
-    *others, last = fitting
+    *others, last = goes_instead(spec, feature, found)
     instead = f"{', '.join(others)} or {last}" if others else last
     if tensor > 1 and conflict(spec, Feature.PIPELINE) is None:
         instead += ", or pipe= in the place of tensor="
     return Refusal(found.reason, instead)
 
 
-def check_pair(sync: str, pipe: int, tensor: int, schedule: str) -> None:
+def check_pair(spec: Spec, pipe: int, tensor: int, schedule: str) -> None:
     """Refuse a mode or a schedule that does not go with this number of stages and shards.
 
     Raises: UsageError, one line with the reason and what to use."""
@@ -53,17 +52,14 @@ def check_pair(sync: str, pipe: int, tensor: int, schedule: str) -> None:
             f"schedule={schedule} has no flush: what is read from the data axis would change weights under microbatches in "
             "flight; use 1f1b or gpipe, or pt.Pipeline where there is one replica"
         )
-    found = refusal(parse_spec(sync), pipe, tensor)
+    found = refusal(spec, pipe, tensor)
     if found is not None:
         split = " and ".join(f"{name}={count}" for name, count in (("pipe", pipe), ("tensor", tensor)) if count > 1)
-        raise UsageError(f"sync={sync} does not go with {split}: {found.reason}; use {found.instead}")
+        raise UsageError(f"sync={spec.text} does not go with {split}: {found.reason}; use {found.instead}")
 
 
-def check_tied(sync: str, names: tuple[str, ...], stages: tuple[int, ...]) -> None:
-    """Refuse parameters that several stages hold, in modes without a barrier: their copies would drift apart.
+def check_tied(spec: Spec, stages: Sequence[int], name: str) -> None:
+    """Refuse a parameter that several stages hold, in modes without a barrier: its copies would drift apart.
 
-    Raises: UsageError, with the names and the stages."""
-    if names:
-        check_features(
-            parse_spec(sync), Feature.TIED, parameter=f"the same parameter {names[0]}", stages=", ".join(map(str, stages))
-        )
+    Raises: UsageError, with its name and the stages."""
+    check_features(spec, Feature.TIED, parameter=f"the same parameter {name}", stages=", ".join(map(str, stages)))

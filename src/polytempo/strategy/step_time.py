@@ -35,7 +35,7 @@ from heapq import heappop, heappush
 
 from polytempo.errors import BrokenInvariant
 from polytempo.strategy.bytes_moved import HEAD, message_bytes
-from polytempo.strategy.costs import Machine, MeasuredLink, ModelProfile, ShardedLayer
+from polytempo.strategy.costs import Machine, MeasuredLink, ModelProfile
 from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum, tied_groups
 from polytempo.summation import in_order
 
@@ -108,12 +108,6 @@ def step_time(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> St
         tuple(map(mean, found.busy, other.busy)),
         tuple(map(mean, found.occupied, other.occupied)),
     )
-
-
-def single_step(plan: ParallelPlan, profile: ModelProfile, machine: Machine) -> float:
-    """The time of one step from its first action to the end of the last rank."""
-    programs = rank_programs(plan, profile, machine, True)
-    return max(ends[-1] for ends in RankSimulation(programs, machine, 1).ends)
 
 
 def lower_bound(busy: Iterable[float], machine: Machine) -> float:
@@ -192,8 +186,15 @@ class _Program:
                 yield from self._layers(True)
             if 0 <= behind <= last:
                 yield Work(self._link(behind).core_s)
-                yield Post(self._key(stage, behind, str(action)), self._message(behind))
-        yield from self._loss(stage, last)
+                passing = self._profile.layers[self._plan.stage_layers(min(stage, behind))[-1]].layer.activation_bytes
+                yield Post(self._key(stage, behind, str(action)), _on_the_way(self._link(behind), message_bytes(passing)))
+        if stage < last:
+            yield Await(self._key(last, stage, "loss"))
+            yield Work(self._link(last).core_s)
+            return
+        for other in range(last):
+            yield Work(self._link(other).core_s)
+            yield Post(self._key(last, other, "loss"), _on_the_way(self._link(other), HEAD))
 
     def _key(self, source: int, target: int, what: str) -> tuple[object, ...]:
         return (self._point.data, self._point.tensor, source, target, what)
@@ -202,44 +203,25 @@ class _Program:
         """To another stage of this lane."""
         return link_of((self._rank, self._plan.mesh.pipe_group(self._rank)[other]), self._machine)
 
-    def _message(self, other: int) -> float:
-        """Seconds of an activation or a gradient to a neighbouring stage, but for what both ends work."""
-        cut = min(self._point.pipe, other)
-        last = self._profile.layers[self._plan.stage_layers(cut)[-1]].layer
-        return _on_the_way(self._link(other), message_bytes(last.activation_bytes))
-
-    def _loss(self, stage: int, last: int) -> Iterator[Operation]:
-        if stage == last:
-            for other in range(last):
-                yield Work(self._link(other).core_s)
-                yield Post(self._key(last, other, "loss"), _on_the_way(self._link(other), HEAD))
-        else:
-            yield Await(self._key(last, stage, "loss"))
-            yield Work(self._link(last).core_s)
-
     def _layers(self, backward: bool) -> Iterator[Operation]:
         for operation in self._passes[backward]:
             yield operation if isinstance(operation, Work) else self._gather(self._tensor_group)
 
     def _pass(self, backward: bool) -> Iterator[Work | None]:
-        """The work of all layers; None where the tensor group meets."""
-        for held in reversed(self._held) if backward else self._held:
-            yield from self._layer(held, backward)
-
-    def _layer(self, held: ShardedLayer, backward: bool) -> Iterator[Work | None]:
-        """A layer's work in as many parts as it has collectives, each followed by one."""
-        seconds = held.layer.backward_s if backward else held.layer.forward_s
+        """The work of all layers, each in as many parts as it has collectives; None where the tensor group meets."""
         group = self._tensor_group
-        calls = [call for call in held.calls if call.backward == backward] if len(group) > 1 else []
-        parts = max(1, len(calls))
-        work = Work(seconds * held.core_share / parts, seconds * (1 - held.core_share) / parts)
-        if not calls:
-            yield work
-        for call in calls:
-            yield work
-            yield None
-            share = 0.5 if call.op == "all_gather" else 1.0  # nothing is added up
-            yield from collective_work("tensor", group, share * call.nbytes, self._machine)
+        for held in reversed(self._held) if backward else self._held:
+            seconds = held.layer.backward_s if backward else held.layer.forward_s
+            calls = [call for call in held.calls if call.backward == backward] if len(group) > 1 else []
+            parts = max(1, len(calls))
+            work = Work(seconds * held.core_share / parts, seconds * (1 - held.core_share) / parts)
+            if not calls:
+                yield work
+            for call in calls:
+                yield work
+                yield None
+                share = 0.5 if call.op == "all_gather" else 1.0  # nothing is added up
+                yield from collective_work("tensor", group, share * call.nbytes, self._machine)
 
     def _update(self, exchanged: bool) -> Iterator[Operation]:
         stage, mesh = self._point.pipe, self._plan.mesh
@@ -398,7 +380,6 @@ class RankSimulation:
         heappush(self._timers, (self._now + seconds, rank))
 
     def _rest(self, rank: int, seconds: float) -> None:
-        """Work that needs no core."""
         self.occupied[rank] += seconds
         self._sleep(rank, seconds)
 
@@ -413,44 +394,35 @@ class RankSimulation:
                 continue
             operation = program[self._at[rank]]
             self._at[rank] += 1
-            if not self._done_at_once(rank, operation):
-                return
-
-    def _done_at_once(self, rank: int, operation: Operation) -> bool:
-        if isinstance(operation, Work):
-            return self._work(rank, operation)
-        key = (self._step[rank], operation.key)
-        if isinstance(operation, Post):
-            self._arrivals[key] = self._now + operation.seconds
-            if (waiting := self._waiting.pop(key, None)) is not None:
-                self._sleep(waiting, operation.seconds)
-            return True
-        return self._await(rank, key) if isinstance(operation, Await) else self._gather(rank, key, operation.members)
-
-    def _work(self, rank: int, work: Work) -> bool:
-        if work.core:
-            self._began[rank] = self._now
-            self._host_of[rank].begin(rank, work.core, self._now)
-        elif work.idle:
-            self._rest(rank, work.idle)
-        return not (work.core or work.idle)
-
-    def _await(self, rank: int, key: object) -> bool:
-        arrival = self._arrivals.get(key)
-        if arrival is None:
-            self._waiting[key] = rank
-        elif arrival > self._now:
-            self._sleep(rank, arrival - self._now)
-        return arrival is not None and arrival <= self._now
-
-    def _gather(self, rank: int, key: object, members: int) -> bool:
-        here = self._gathered.setdefault(key, [])
-        here.append(rank)
-        if len(here) < members:
-            return False
-        for other in here[:-1]:
-            self._sleep(other, 0.0)
-        return True
+            if isinstance(operation, Work):
+                if operation.core:
+                    self._began[rank] = self._now
+                    self._host_of[rank].begin(rank, operation.core, self._now)
+                    return
+                if operation.idle:
+                    self._rest(rank, operation.idle)
+                    return
+                continue
+            key = (self._step[rank], operation.key)
+            if isinstance(operation, Post):
+                self._arrivals[key] = self._now + operation.seconds
+                if (waiting := self._waiting.pop(key, None)) is not None:
+                    self._sleep(waiting, operation.seconds)
+            elif isinstance(operation, Await):
+                arrival = self._arrivals.get(key)
+                if arrival is None:
+                    self._waiting[key] = rank
+                    return
+                if arrival > self._now:
+                    self._sleep(rank, arrival - self._now)
+                    return
+            else:
+                here = self._gathered.setdefault(key, [])
+                here.append(rank)
+                if len(here) < operation.members:
+                    return
+                for other in here[:-1]:
+                    self._sleep(other, 0.0)
 
 
 def _merged(program: Iterable[Operation]) -> list[Operation]:

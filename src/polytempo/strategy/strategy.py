@@ -22,8 +22,8 @@ from polytempo.errors import UsageError, counted, nearest
 from polytempo.mesh import Mesh
 from polytempo.options import whole_number
 from polytempo.pipeline.schedules import make
-from polytempo.strategy.soundness import check_pair
-from polytempo.sync.spec import parse_spec
+from polytempo.strategy.soundness import check_pair, refusal
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.units import parse_size, written_bytes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Strategy:
         if self.automatic and (self.data, self.pipe, self.tensor) != (None, 1, 1):
             raise UsageError(f"auto chooses data, pipe and tensor by itself; write auto, or {EXAMPLE} without auto")
         make(self.schedule, self.pipe, self.microbatches or self.pipe)  # refuses an unknown one
-        check_pair(self.sync or "bsp", self.pipe, self.tensor, self.schedule)
+        check_pair(self.spec, self.pipe, self.tensor, self.schedule)
 
     # Texts.
 
@@ -126,7 +126,7 @@ class Strategy:
         last = ""
         for item in items:
             last = _take_item(item, last, given, text)
-        return replace(base, **{name: _value(name, value) for name, value in given.items()})
+        return replace(base, **{name: READERS[name](value) for name, value in given.items()})
 
     def __str__(self) -> str:
         shown = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) != _DEFAULTS[name]]
@@ -141,6 +141,11 @@ class Strategy:
     def each(self) -> int:
         """The number of workers of one replica."""
         return self.pipe * self.tensor
+
+    @property
+    def spec(self) -> Spec:
+        """The mode between replicas, parsed; bsp where the job's is meant."""
+        return parse_spec(self.sync or "bsp")
 
     @property
     def is_split(self) -> bool:
@@ -184,7 +189,7 @@ class Strategy:
             for pipe in range(1, size + 1)
             if size % (data * pipe) == 0
         ]
-        sound = [one for one in found if _is_sound(self.sync, one[1], one[2])]
+        sound = [one for one in found if refusal(self.spec, one[1], one[2]) is None]
 
         def distance(one: tuple[int, int, int]) -> tuple[float, int, int]:
             pairs = [(have, want) for have, want in zip(one, wanted, strict=True) if want is not None]
@@ -520,20 +525,8 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _value(name: str, value: str) -> Any:
-    return READERS[name](value)
-
-
 def _axes(data: int | None, pipe: int, tensor: int) -> str:
     """The axes that have several ranks: `data=2,pipe=2`."""
     counts = {"data": data, "pipe": pipe, "tensor": tensor}
     shown = [f"{name}={count}" for name, count in counts.items() if count is not None and count > 1]
     return ",".join(shown) or "data=1"
-
-
-def _is_sound(sync: str | None, pipe: int, tensor: int) -> bool:
-    try:
-        check_pair(sync or "bsp", pipe, tensor, "1f1b")
-    except UsageError:
-        return False
-    return True

@@ -9,14 +9,14 @@ Texts are templates: `{mode}` is the spec as the user wrote it, the other names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from polytempo.errors import UsageError
 from polytempo.sync.capabilities import PushedWork, Pushes, Unsound
 from polytempo.sync.mode import Mode
-from polytempo.sync.spec import Spec, every_mode
+from polytempo.sync.spec import Spec, every_mode, parse_spec
 
 
 class Feature(Enum):
@@ -292,6 +292,12 @@ def conflict(spec: Spec, feature: Feature) -> Conflict | None:
     """What stands between a mode and a feature; None where they go together."""
     rows = (row for (capability, of), row in TABLE.items() if of is feature and capability.holds(spec))
     return next(rows, None)
+
+
+def goes_instead(spec: Spec, feature: Feature, found: Conflict) -> Sequence[str]:
+    """The modes to use where this one does not go with a split model: those nearest to it, or else those that always go."""
+    plain = (spec.text.split(",")[0] if spec.arguments else spec.mode.name,)
+    return [mode for mode in found.nearest or plain if conflict(parse_spec(mode), feature) is None] or ALWAYS
 
 
 def check_features(spec: Spec, wanted: Feature | Mapping[Feature, bool], **facts: object) -> None:

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from polytempo.checkpoints import find_checkpoint
 from polytempo.client.client import Client
 from polytempo.collectives.world import World, open_by_name, open_in_threads
-from polytempo.device.device import Device
-from polytempo.device.devices import Devices
+from polytempo.device.device import Device, Devices
 from polytempo.device.host_device import HostDevice
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.launcher.job_facts import JobFacts

@@ -22,19 +22,12 @@ from typing import Any
 
 import torch
 
-from polytempo.collectives.group import RankGroup
 from polytempo.pipeline.profiler import tensors_in
 from polytempo.pipeline.stage import Stage
 from polytempo.pipeline.stage_message import StageMessage
 from polytempo.strategy.bytes_moved import RankBytes
 from polytempo.strategy.measure import state_tensors
-from polytempo.strategy.memory import RankMemory
-
-
-def handed_in(*groups: RankGroup | None) -> int:
-    """Bytes that this rank has handed over so far, in the collectives and single messages of these groups."""
-    own = [group for group in groups if group is not None]
-    return sum(group.engine.messages.handed[group.context + kind] for group in own for kind in (0, 1))
+from polytempo.strategy.prediction import RankMemory
 
 
 class ByteCounter:
