@@ -13,10 +13,11 @@ from driving import Job
 from test_properties import Game, only, play, under_each
 
 from polytempo.errors import OrderError
-from polytempo.sync.actions import Release
-from polytempo.sync.adpsgd import BIPARTITE, draw, passive_neighbours
+from polytempo.sync.actions import Admit, Release
+from polytempo.sync.adpsgd import BIPARTITE, PairMachine, draw, passive_neighbours
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Left, Pushed
+from polytempo.sync.machine import AskPartner, Leaving, Replied
 from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
 
 SYNCS = tuple(f"adpsgd:{topology}" for topology in BIPARTITE)
@@ -174,6 +175,17 @@ def test_a_joiner_is_asked_by_none_before_it_has_a_model() -> None:
 
 
 # The state machine of a pair.
+
+
+def test_a_joiner_that_leaves_while_it_waits_for_a_model_computes_nothing() -> None:
+    machine = PairMachine(2)
+    machine.handle(Admit(2, 0), 0.0)
+    half = ((1, 0.5),)
+    asked = machine.handle(Release(2, 0, 0, NextMixing(Mixing(0.5, half, half), (), True)), 0.0)
+    assert any(isinstance(order, AskPartner) for order in asked)
+    machine.handle(Leaving(), 0.0)
+    assert not machine.handle(Replied(1, 0, True), 0.0)
+    assert machine.is_free
 
 
 def test_a_pair_is_averaged() -> None:

@@ -224,7 +224,7 @@ class PairMachine(WorkerMachine):
     def _wait_is_over(self, averaged: bool) -> Orders:
         if averaged and not self._has_model:  # it has half of the partner's now
             self._has_model = True
-            return self._compute()
+            return NO_ORDERS if self.leaving else self._compute()
         return self._complete()
 
     def _complete(self) -> Orders:
