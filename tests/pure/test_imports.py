@@ -179,7 +179,6 @@ PURE = (
     "reducer/buckets.py",
     "reducer/buckets.py",
     "simulate",
-    "collectives/check.py",
     "collectives/chunking.py",
     "collectives/cost.py",
     "collectives/device_choice.py",

@@ -6,12 +6,10 @@ for others: `Receive` and `Combine` for a message, `Meet` for all members.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError
 
 #: The ranks on each host.
 HostRanks = tuple[tuple[int, ...], ...]
@@ -82,7 +80,7 @@ class Total:
 
 Step = Send | Receive | Combine | Copy | Put | Meet | Fetch | Total
 
-#: How each step is written, for both directions.
+#: How each step is written.
 FORMS: dict[type[Step], str] = {
     Send: "send {chunk} to {peer}",
     Receive: "receive {chunk} from {peer}",
@@ -93,13 +91,6 @@ FORMS: dict[type[Step], str] = {
     Fetch: "fetch {source} of {member} as {chunk}",
     Total: "total {chunk} over {members}",
 }
-
-
-def _pattern(form: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[0-9]+(?:,[0-9]+)*)", form))
-
-
-_PATTERNS = {kind: _pattern(form) for kind, form in FORMS.items()}
 
 
 def fields(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -116,26 +107,6 @@ def text_of(steps: Iterable[Step]) -> str:
 
 def _line(step: Step) -> str:
     return FORMS[type(step)].format(**{name: ",".join(map(str, numbers)) for name, numbers in fields(step)})
-
-
-def parse_steps(text: str) -> list[Step]:
-    """What `text_of` wrote; empty lines are passed over."""
-    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-    return [_parsed(number, line) for number, line in lines if line]
-
-
-def _parsed(number: int, line: str) -> Step:
-    for kind, pattern in _PATTERNS.items():
-        match = pattern.fullmatch(line)
-        if match and all(name == "members" or "," not in value for name, value in match.groupdict().items()):
-            return kind(**{name: _numbers(name, value) for name, value in match.groupdict().items()})
-    words = [form.split()[0] for form in FORMS.values()]
-    known = ", ".join(form.replace("{", "").replace("}", "") for form in FORMS.values())
-    raise UsageError(f"line {number}: no step is written {line!r}; known: {known}{nearest(line.split()[0], words)}")
-
-
-def _numbers(name: str, text: str) -> Any:
-    return tuple(map(int, text.split(","))) if name == "members" else int(text)
 
 
 @dataclass(frozen=True, slots=True)
