@@ -179,7 +179,6 @@ PURE = (
     "reducer/buckets.py",
     "reducer/buckets.py",
     "simulate",
-    "collectives/chunking.py",
     "collectives/cost.py",
     "collectives/device_choice.py",
     "collectives/direct.py",

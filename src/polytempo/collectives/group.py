@@ -27,20 +27,18 @@ import numpy
 import torch
 
 from polytempo.collectives.call_queues import Recovery
-from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
 from polytempo.collectives.device_call import DeviceCall, until
 from polytempo.collectives.device_choice import Network
-from polytempo.collectives.device_route import DeviceRoute
+from polytempo.collectives.device_route import NCCL_CALLS, DeviceRoute, nccl_takes
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
 from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.collectives.messaging import Messaging
-from polytempo.collectives.nccl_calls import NCCL_CALLS, nccl_takes
 from polytempo.collectives.plans import CUDA_IPC, algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
 from polytempo.collectives.shared_buffer import SlotBuffers
-from polytempo.collectives.steps import Place, Step
+from polytempo.collectives.steps import GRAIN, Place, Step, cuts
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
 from polytempo.profile_ranges import profiled
