@@ -143,7 +143,6 @@ class DownpourUpdate(MachineUpdate):
         copier.watch.record()
 
     def _rates(self) -> dict[int, float]:
-        """The rate of a local step, for each parameter."""
         infos = self._reducer.spec.tensors
         own, groups = self._local.alpha, self._wrapped.optimizer.param_groups
         return {i: float(groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}

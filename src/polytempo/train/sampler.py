@@ -143,7 +143,6 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
         return self._training is True or (self._training is None and torch.is_grad_enabled())
 
     def _evenly(self) -> Iterator[int]:
-        """A pass over this worker's shard."""
         rest = self._rest()
         rank, size = self._shard or (self._session.rank, self._session.size)
         mine = iter([rest[place % len(rest)] for place in range(rank, self.each(len(rest)) * size, size)])
@@ -335,7 +334,6 @@ class DistributedBatchSampler(EpochSampler):
 
 
 def _shard_of(num_replicas: int | None, rank: int | None) -> ShardOf:
-    """Which shard of how many was asked for."""
     if num_replicas is None and rank is None:
         return None
     if num_replicas is None or rank is None or not 0 <= rank < num_replicas:
