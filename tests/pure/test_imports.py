@@ -182,7 +182,6 @@ PURE = (
     "collectives/cost.py",
     "collectives/device_choice.py",
     "collectives/direct.py",
-    "collectives/double_tree.py",
     "collectives/halving_doubling.py",
     "collectives/hierarchical.py",
     "collectives/plans.py",

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from plan_checker import PlanError, SymbolicRun
 from planning import ROOTED, apart, checked, one_host, parse_steps, plans_of
 
-from polytempo.collectives.double_tree import both_trees
 from polytempo.collectives.plans import COLLECTIVES, CUDA_IPC, ON_DEVICE, PLANS, algorithms_for, plan_for
 from polytempo.collectives.steps import (
     Combine,
@@ -28,6 +27,7 @@ from polytempo.collectives.steps import (
     Total,
     text_of,
 )
+from polytempo.collectives.tree import both_trees
 from polytempo.errors import UsageError
 
 SHARED = sorted(collective for collective, algorithm in PLANS if algorithm == "shared-memory")

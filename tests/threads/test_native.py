@@ -231,7 +231,7 @@ def test_the_meeting_of_nccl(nccl: type[FakeNccl], hosts: tuple[tuple[int, ...],
                 pg = yield from native._opened(stage, stage_device)
                 pg.allreduce([tensor], dist.AllreduceOptions()).wait()
 
-            opened._start("all_reduce", "fake", "native", steps, False).wait(30)
+            opened.start("all_reduce", "fake", "native", steps, False).wait(30)
             return float(tensor)
 
         assert together(made, call) == [3.0, 3.0]

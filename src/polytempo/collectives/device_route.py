@@ -114,7 +114,7 @@ class DeviceRoute:
             if by_nccl is not None and (yield from self._takes_nccl(stage, on)):
                 told = replace(stage, on=on)
                 return (yield from on.run(lambda: by_nccl(told), lambda: by_nccl(told)))
-            slots = self._slots(on) if self._suits(on, algorithm) else None
+            slots = self._slots(on, algorithm)
             on_device = replace(stage, on=on, slots=slots) if slots is not None else None
 
             def refused() -> Steps:
@@ -133,13 +133,11 @@ class DeviceRoute:
             self._across_way = choose_way(facts, self._network)
         return self._is_nccl()
 
-    def _suits(self, on: DeviceCall, algorithm: str) -> bool:
-        if algorithm == CUDA_IPC:
-            return True
-        return algorithm == "auto" and self._may and max(map(nbytes, on.tensors)) >= self.floor
-
-    def _slots(self, on: DeviceCall) -> DeviceSlotBuffers | None:
+    def _slots(self, on: DeviceCall, algorithm: str) -> DeviceSlotBuffers | None:
         """A group has buffers on one device; tensors of another, and of one that others do not reach, go by the host."""
+        suits = algorithm == "auto" and self._may and max(map(nbytes, on.tensors)) >= self.floor
+        if algorithm != CUDA_IPC and not suits:
+            return None
         if self.slots is None:
             facts = facts_of(self._engine.rank, self._place, on.device)
             self.slots = DeviceSlotBuffers(self._engine.messages, self._queue, self._ranks, facts, on.device)

@@ -49,8 +49,10 @@ class ExecutionStage:
     slots: DeviceSlotBuffers | None = None  #: those
     arriving: StagedCopy | None = None  #: where chunks are parts of it: they are used when they are here
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Work on tensors, here and now, or in the order of a device's stream."""
+    def do(self, work: Callable[[], object] | None) -> None:
+        """Work on tensors, if there is any: here and now, or in the order of a device's stream."""
+        if work is None:
+            return
         if self.on is None:
             work()
         else:

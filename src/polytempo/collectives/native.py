@@ -25,7 +25,7 @@ import torch.distributed as dist
 from polytempo.collectives.device_choice import Network
 from polytempo.collectives.executor import ExecutionStage
 from polytempo.collectives.flattening import shape_of, shapes_of
-from polytempo.collectives.group import Nested, RankGroup, call
+from polytempo.collectives.group import Nested, RankGroup
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import before_mean, divide, operation
 from polytempo.collectives.tasks import Steps, Task, Wait
@@ -231,7 +231,7 @@ class Native:
             for tensor in divided:
                 divide("mean", tensor, self._group.size)
 
-        return call(self._group, name, about, "native", steps, background)
+        return self._group.start(name, about, "native", steps, background)
 
     def _on_stream(self, device: torch.device, filled: Any, start: Callable[[], list[Any]]) -> Steps:
         """NCCL's kernels run behind the caller's, and the call ends when they have."""
@@ -313,7 +313,6 @@ def _abort(made: Any, _: Meeting | None) -> None:
 
 
 def _reduce_op(name: str) -> Any:
-    """torch's word for an operation."""
     return getattr(dist.ReduceOp, OPERATIONS[name])
 
 

@@ -103,11 +103,11 @@ def fields(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def text_of(steps: Iterable[Step]) -> str:
     """One step a line."""
-    return "\n".join(_line(step) for step in steps)
-
-
-def _line(step: Step) -> str:
-    return FORMS[type(step)].format(**{name: ",".join(map(str, numbers)) for name, numbers in fields(step)})
+    lines = []
+    for step in steps:
+        words = {name: ",".join(map(str, numbers)) for name, numbers in fields(step)}
+        lines.append(FORMS[type(step)].format(**words))
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
