@@ -139,11 +139,13 @@ class TableShard:
 
     def version_of(self, start: int, stop: int) -> int:
         """The newest version in which a push covered any of these ids; -1 for none."""
-        return self._newest.highest(*self._keys(start, stop)).get(NEWEST, -1)
+        self.checks.span(start, stop)
+        return self._newest.highest(start, stop).get(NEWEST, -1)
 
     def clock(self, start: int, stop: int) -> dict[int, int]:
         """For each worker the step whose push has reached all these ids."""
-        return self._clocks.lowest(*self._keys(start, stop))
+        self.checks.span(start, stop)
+        return self._clocks.lowest(start, stop)
 
     # Writing.
 
@@ -204,12 +206,6 @@ class TableShard:
         if self.info.mirrored:
             self._store.versions[slots] = version
             self._changes.add(version, slots, self.count)
-
-    # Clocks.
-
-    def _keys(self, start: int, stop: int) -> tuple[int, int]:
-        self.checks.span(start, stop)
-        return start, stop
 
     # Checkpoints.
 
