@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from typing import Any
 
-from polytempo.collectives.check import PlanError, check
+import pytest
+from plan_checker import PlanError, check
+
 from polytempo.collectives.plans import plan_for
-from polytempo.collectives.steps import HostRanks, Place, Step
+from polytempo.collectives.steps import FORMS, HostRanks, Place, Step
+from polytempo.errors import UsageError, nearest
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -39,3 +43,30 @@ def complaint(plans: Plans, collective: str, hosts: HostRanks, chunks: int, root
     text = str(caught.value)
     assert "\n" not in text
     return text
+
+
+def _pattern(form: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[0-9]+(?:,[0-9]+)*)", form))
+
+
+_PATTERNS = {kind: _pattern(form) for kind, form in FORMS.items()}
+
+
+def parse_steps(text: str) -> list[Step]:
+    """What `text_of` wrote; empty lines are passed over."""
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return [_parsed(number, line) for number, line in lines if line]
+
+
+def _parsed(number: int, line: str) -> Step:
+    for kind, pattern in _PATTERNS.items():
+        match = pattern.fullmatch(line)
+        if match and all(name == "members" or "," not in value for name, value in match.groupdict().items()):
+            return kind(**{name: _numbers(name, value) for name, value in match.groupdict().items()})
+    words = [form.split()[0] for form in FORMS.values()]
+    known = ", ".join(form.replace("{", "").replace("}", "") for form in FORMS.values())
+    raise UsageError(f"line {number}: no step is written {line!r}; known: {known}{nearest(line.split()[0], words)}")
+
+
+def _numbers(name: str, text: str) -> Any:
+    return tuple(map(int, text.split(","))) if name == "members" else int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.collectives.chunking import GRAIN, cuts
+from polytempo.collectives.steps import GRAIN, cuts
 
 
 @given(length=st.integers(0, 5000), count=st.integers(1, 20), grain=st.sampled_from([1, 7, GRAIN]))

@@ -1,11 +1,11 @@
-"""`check.py` on plans with a mistake in them."""
+"""`plan_checker.py` on plans with a mistake in them."""
 
 from __future__ import annotations
 
 import pytest
+from plan_checker import PlanError, SymbolicRun, check
 from planning import ROOTED, Plans, apart, complaint, one_host, plans_of
 
-from polytempo.collectives.check import PlanError, SymbolicRun, check
 from polytempo.collectives.plans import PLANS
 from polytempo.collectives.steps import Combine, Copy, Fetch, HostRanks, Meet, Put, Receive, Send, Step
 

@@ -1,4 +1,4 @@
-"""Every plan of every collective, run on symbols by `check.py`."""
+"""Every plan of every collective, run on symbols by `plan_checker.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import ROOTED, apart, checked, one_host, plans_of
+from plan_checker import PlanError, SymbolicRun
+from planning import ROOTED, apart, checked, one_host, parse_steps, plans_of
 
-from polytempo.collectives.check import PlanError, SymbolicRun
-from polytempo.collectives.double_tree import both_trees
 from polytempo.collectives.plans import COLLECTIVES, CUDA_IPC, ON_DEVICE, PLANS, algorithms_for, plan_for
 from polytempo.collectives.steps import (
     Combine,
@@ -26,9 +25,9 @@ from polytempo.collectives.steps import (
     Send,
     Step,
     Total,
-    parse_steps,
     text_of,
 )
+from polytempo.collectives.tree import both_trees
 from polytempo.errors import UsageError
 
 SHARED = sorted(collective for collective, algorithm in PLANS if algorithm == "shared-memory")

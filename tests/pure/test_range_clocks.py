@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
-from polytempo.tables.clocks import NEVER, RangeClocks
+from polytempo.tables.table_shard import NEVER, RangeClocks
 
 often = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -33,7 +33,7 @@ def stamped(stamps: Stamps) -> tuple[RangeClocks, dict[int, list[int]]]:
 @often
 def test_every_key_has_the_step_that_a_clock_of_its_own_would_have(stamps: Stamps) -> None:
     clocks, plain = stamped(stamps)
-    assert {worker: [clocks.get(worker, key) for key in range(KEYS)] for worker in plain} == plain
+    assert {worker: [clocks.lowest(key, key + 1).get(worker, -1) for key in range(KEYS)] for worker in plain} == plain
 
 
 @given(stamps=STAMPS)
@@ -75,7 +75,7 @@ def test_what_was_saved_says_the_same(stamps: Stamps) -> None:
     other = RangeClocks(KEYS)
     other.set(0, 3, 9, 77)
     other.load(clocks.saved())
-    assert {worker: [other.get(worker, key) for key in range(KEYS)] for worker in plain} == plain
+    assert {worker: [other.lowest(key, key + 1).get(worker, -1) for key in range(KEYS)] for worker in plain} == plain
     assert other.saved() == clocks.saved()
 
 

@@ -7,9 +7,10 @@ import pickle
 import numpy
 import pytest
 import torch
+from tests.tensors.stated import stated_bytes
 
 from polytempo.compression.chain import parse_chain, parse_compression
-from polytempo.errors import UsageError
+from polytempo.errors import PeerError, UsageError
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LOSSY = ("bf16", "fp16", "topk:0.1", "topk:0.1+bf16", "sign", "int8", "significant:0.5", "significant:0.5+fp16")
@@ -108,8 +109,9 @@ def test_values_that_no_chain_can_take_are_refused() -> None:
         parse_chain("sign").new(-1, torch.float32)
     for text in ("topk:0.1", "significant:1"):
         with pytest.raises(UsageError, match="at most 2147483648 values"):
-            parse_chain(text).stated_bytes(2**31 + 1, torch.float32)
-    assert parse_chain("sign").stated_bytes(2**40, torch.float32) == 4 + 2**37
+            parse_chain(text).decode([], 2**31 + 1, torch.float32)
+    with pytest.raises(PeerError, match="expected 2 buffers, got 0"):  # so many are no reason to refuse
+        parse_chain("sign").decode([], 2**40, torch.float32)
 
 
 # Directions.
@@ -160,14 +162,14 @@ def test_the_bytes_of_a_message_are_those_stated(text: str, size: int, dtype: to
     message = spec.new(size, dtype).encode(some(1, size, dtype))
     assert len(message) == spec.buffers
     assert all(buffer.dtype == numpy.uint8 and buffer.ndim == 1 for buffer in message)
-    stated = spec.stated_bytes(size, dtype)
+    stated = stated_bytes(text, size, dtype)
     assert (stated is None) == text.startswith("significant")
     if stated is not None:
         assert sum(buffer.nbytes for buffer in message) == stated
 
 
 def test_stated_bytes_in_numbers() -> None:
-    stated = {text: parse_chain(text).stated_bytes(1001, torch.float32) for text in ("none", *LOSSY, "topk:0.07")}
+    stated = {text: stated_bytes(text, 1001, torch.float32) for text in ("none", *LOSSY, "topk:0.07")}
     assert stated == {
         "none": 4004,
         "bf16": 2002,
@@ -180,7 +182,7 @@ def test_stated_bytes_in_numbers() -> None:
         "significant:0.5+fp16": None,
         "topk:0.07": 71 * 8,
     }
-    assert parse_chain("topk:0.07").stated_bytes(100, torch.float32) == 7 * 8  # 0.07 * 100 is above 7 in floats
+    assert stated_bytes("topk:0.07", 100, torch.float32) == 7 * 8  # 0.07 * 100 is above 7 in floats
 
 
 # Where a chain changes nothing.

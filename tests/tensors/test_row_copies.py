@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from polytempo.errors import UsageError
 from polytempo.tables.row_batches import coalesce
-from polytempo.train.row_copies import RowCopies
 from polytempo.train.server_embedding import ServerEmbedding
+from polytempo.train.sparse_embedding import RowCopies
 
 CPU = torch.device("cpu")
 some_ids = st.lists(st.integers(0, 30), min_size=1, max_size=20)

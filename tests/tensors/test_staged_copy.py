@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tensors.test_host_staging import LateCopies
 
-from polytempo.collectives import flattening, staged_copy
+from polytempo.collectives import flattening
+from polytempo.collectives.flattening import StagedCopy
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.plans import algorithms_for
-from polytempo.collectives.staged_copy import StagedCopy
 from polytempo.collectives.world import open_in_threads
 
 settled = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -49,7 +49,7 @@ def test_not_more_is_waited_for_than_is_needed() -> None:
 @pytest.mark.parametrize("algorithm", sorted(set(algorithms_for("all_reduce")) - {"cuda-ipc"}))
 def test_collectives_use_chunks_that_have_arrived(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flattening, "on_one_gpu", lambda tensors: True)
-    monkeypatch.setattr(staged_copy, "copy_stream", lambda place: LateCopies())
+    monkeypatch.setattr(flattening, "copy_stream", lambda place: LateCopies())
     monkeypatch.setattr(StagedCopy.__init__, "__defaults__", (None, 4096))
     size = 4
     terms = [

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polytempo  # noqa: F401  registers the back end
 from polytempo.torch_backend.device_backends import CALLS
-from polytempo.torch_backend.errors import CallError
 from polytempo.torch_backend.process_group import TorchGroup
-from polytempo.torch_backend.work import TaskWork
+from polytempo.torch_backend.work import CallError, TaskWork
 
 
 @pytest.fixture(autouse=True)

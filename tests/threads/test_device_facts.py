@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from polytempo.collectives.device_buffer import RECORD, facts_of, gather_facts, pack, unpack
 from polytempo.collectives.device_choice import DeviceFacts, choose_way
-from polytempo.collectives.device_facts import RECORD, facts_of, gather_facts, pack, unpack
 from polytempo.collectives.group import RankGroup, exchange
 from polytempo.collectives.tasks import Steps
 from polytempo.collectives.world import open_in_threads

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import made_gradients, made_params, set_gradients
 from lossy import Fate, LossyJob, disturb, first_answers
+from tests.tensors.stated import stated_bytes
 from torch import nn
 
 from polytempo.compression.chain import parse_chain
@@ -184,7 +185,7 @@ def test_bytes_on_the_wire_are_those_that_the_filter_states(chain: str, directio
 
     with ThreadJob(1, servers, "asp") as job:
         counted, shards = job.run(work)[0]
-    stated = parse_chain(chain).stated_bytes(size // servers, torch.float32)
+    stated = stated_bytes(chain, size // servers, torch.float32)
     if stated is None:
         assert counted < steps * (size * 8 + 1500 * servers)
     else:

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from polytempo.collectives.device_choice import Network
-from polytempo.collectives.native import Native
-from polytempo.collectives.native_rendezvous import Meeting
+from polytempo.collectives.native import Meeting, Native
 from polytempo.collectives.world import open_in_threads
 from polytempo.errors import PeerError, RankLost, UsageError
 
@@ -178,7 +177,7 @@ def test_a_rank_that_is_lost_before_the_meeting_is_named() -> None:
 
 
 def test_a_store_that_cannot_be_reached_names_the_rank_that_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polytempo.collectives.native_rendezvous.PATIENCE", 0.1)
+    monkeypatch.setattr("polytempo.collectives.native.PATIENCE", 0.1)
     with pytest.raises(PeerError, match=r"rank 5 cannot open the store of rank 3 at 127.0.0.1:1: "):
         Meeting(2, APART, [3, 5], 5).join("1 127.0.0.1")
 
@@ -232,7 +231,7 @@ def test_the_meeting_of_nccl(nccl: type[FakeNccl], hosts: tuple[tuple[int, ...],
                 pg = yield from native._opened(stage, stage_device)
                 pg.allreduce([tensor], dist.AllreduceOptions()).wait()
 
-            opened._start("all_reduce", "fake", "native", steps, False).wait(30)
+            opened.start("all_reduce", "fake", "native", steps, False).wait(30)
             return float(tensor)
 
         assert together(made, call) == [3.0, 3.0]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from polytempo.collectives import device_route
+from polytempo.collectives.device_buffer import facts_of
 from polytempo.collectives.device_choice import DeviceFacts, Network
-from polytempo.collectives.device_facts import facts_of
 from polytempo.collectives.world import World, open_in_threads
 from polytempo.device.device import Devices
 from polytempo.device.host_device import HostDevice

@@ -71,17 +71,8 @@ def _ring_all_reduce(job: _Job) -> float:
     return 2 * (job.p - 1) * job.a + job.rest * job.n * (2 * job.b + job.g)
 
 
-def _ring_all_gather(job: _Job) -> float:
+def _each_part_once(job: _Job) -> float:
     return (job.p - 1) * job.a + job.rest * job.n * job.b
-
-
-def _ring_reduce_scatter(job: _Job) -> float:
-    return _ring_all_gather(job) + job.rest * job.n * job.g
-
-
-def _chain(job: _Job) -> float:
-    """With the best number of pieces, which is the root of (p - 2) n b / a."""
-    return job.a + (sqrt((job.p - 2) * job.a) + sqrt(job.n * job.b)) ** 2
 
 
 def _tree_broadcast(job: _Job) -> float:
@@ -92,18 +83,6 @@ def _tree_broadcast(job: _Job) -> float:
 
 def _tree_reduce(job: _Job) -> float:
     return _tree_broadcast(job) + _rounds(job.p) * job.n * job.g
-
-
-def _tree_all_reduce(job: _Job) -> float:
-    return _tree_broadcast(job) + _tree_reduce(job)
-
-
-def _tree_barrier(job: _Job) -> float:
-    return _rounds(job.p) * job.a
-
-
-def _double_tree(job: _Job) -> float:
-    return 4 * _rounds(job.p) * job.a + job.n * (2 * job.b + job.g)
 
 
 def _halving_doubling(job: _Job) -> float:
@@ -125,67 +104,44 @@ def _hierarchical(job: _Job) -> float:
     return inside + _ring_all_reduce(_Job(job.n, leaders, job.speeds))
 
 
-def _straight(job: _Job) -> float:
-    return (job.p - 1) * job.a + job.rest * job.n * job.b
-
-
 def _straight_all_to_all(job: _Job) -> float:
     """The busiest link: what all ranks of a host have for all others."""
     if len(job.hosts) == 1:
-        return _straight(job)
+        return _each_part_once(job)
     busiest = max(len(host) * (job.p - len(host)) for host in job.hosts)
     return (job.p - 1) * job.a + busiest / job.p * job.n * job.b
-
-
-def _shared_all_reduce(job: _Job) -> float:
-    return 2 * job.a + job.rest * job.n * (2 * job.b + job.g)
-
-
-def _shared_reduce(job: _Job) -> float:
-    """The root adds up alone."""
-    return job.a + job.n * job.b + (job.p - 1) * job.n * job.g
-
-
-def _shared_reduce_scatter(job: _Job) -> float:
-    return _shared_parts(job) + job.rest * job.n * job.g
-
-
-def _shared_broadcast(job: _Job) -> float:
-    return job.a + job.n * job.b
 
 
 def _shared_parts(job: _Job) -> float:
     return job.a + job.rest * job.n * job.b
 
 
-def _shared_barrier(job: _Job) -> float:
-    return job.a
-
-
 _FORMULAS: dict[tuple[str, str], Callable[[_Job], float]] = {
-    ("broadcast", "ring"): _chain,
+    # With the best number of pieces, which is the root of (p - 2) n b / a.
+    ("broadcast", "ring"): lambda job: job.a + (sqrt((job.p - 2) * job.a) + sqrt(job.n * job.b)) ** 2,
     ("broadcast", "tree"): _tree_broadcast,
-    ("broadcast", "shared-memory"): _shared_broadcast,
+    ("broadcast", "shared-memory"): lambda job: job.a + job.n * job.b,
     ("reduce", "tree"): _tree_reduce,
-    ("reduce", "shared-memory"): _shared_reduce,
+    # The root adds up alone.
+    ("reduce", "shared-memory"): lambda job: job.a + job.n * job.b + (job.p - 1) * job.n * job.g,
     ("all_reduce", "ring"): _ring_all_reduce,
     ("all_reduce", "halving-doubling"): _halving_doubling,
-    ("all_reduce", "tree"): _tree_all_reduce,
-    ("all_reduce", "double-tree"): _double_tree,
+    ("all_reduce", "tree"): lambda job: _tree_broadcast(job) + _tree_reduce(job),
+    ("all_reduce", "double-tree"): lambda job: 4 * _rounds(job.p) * job.a + job.n * (2 * job.b + job.g),
     ("all_reduce", "hierarchical"): _hierarchical,
-    ("all_reduce", "shared-memory"): _shared_all_reduce,
-    ("gather", "linear"): _straight,
+    ("all_reduce", "shared-memory"): lambda job: 2 * job.a + job.rest * job.n * (2 * job.b + job.g),
+    ("gather", "linear"): _each_part_once,
     ("gather", "shared-memory"): _shared_parts,
-    ("all_gather", "ring"): _ring_all_gather,
+    ("all_gather", "ring"): _each_part_once,
     ("all_gather", "shared-memory"): _shared_parts,
-    ("scatter", "linear"): _straight,
+    ("scatter", "linear"): _each_part_once,
     ("scatter", "shared-memory"): _shared_parts,
-    ("reduce_scatter", "ring"): _ring_reduce_scatter,
-    ("reduce_scatter", "shared-memory"): _shared_reduce_scatter,
+    ("reduce_scatter", "ring"): lambda job: _each_part_once(job) + job.rest * job.n * job.g,
+    ("reduce_scatter", "shared-memory"): lambda job: _shared_parts(job) + job.rest * job.n * job.g,
     ("all_to_all", "linear"): _straight_all_to_all,
     ("all_to_all", "shared-memory"): _shared_parts,
-    ("barrier", "tree"): _tree_barrier,
-    ("barrier", "shared-memory"): _shared_barrier,
+    ("barrier", "tree"): lambda job: _rounds(job.p) * job.a,
+    ("barrier", "shared-memory"): lambda job: job.a,
 }
 
 

@@ -5,7 +5,7 @@
     cuda-ipc   all ranks are on one host, and each maps the memory of every other one's GPU: it is the same, or a peer
     cpu        otherwise: tensors are copied to the host, and go as the host's tensors do
 
-All ranks have the same facts (`device_facts.py`), and so choose the same.
+All ranks have the same facts (`device_buffer.py`), and so choose the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the calls of a group on tensors of GPUs go: by NCCL, in device memory of its ranks ("cuda-ipc"), or through the host.
 
 Which it is follows from the facts of all ranks (`device_choice.py`). On one host they come with handles of device memory:
-they are known to all ranks from the first barrier of such a call on, and what can go by NCCL (`nccl_calls.py`) does so from
+they are known to all ranks from the first barrier of such a call on, and what can go by NCCL (see below) does so from
 the next call on. Between hosts, where NCCL may be taken, the first call gathers them.
 
 Device memory is tried where all ranks of a group are on one host. Whether the other ranks have their tensors on GPUs, too,
@@ -17,14 +17,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from polytempo.collectives.call_queues import CallQueue
-from polytempo.collectives.device_buffer import DeviceSlotBuffers
+from polytempo.collectives.device_buffer import DeviceSlotBuffers, facts_of, gather_facts
 from polytempo.collectives.device_call import DeviceCall
 from polytempo.collectives.device_choice import CPU, NCCL, DeviceWay, Network, choose_way
-from polytempo.collectives.device_facts import facts_of, gather_facts
 from polytempo.collectives.executor import ExecutionStage, nbytes
+from polytempo.collectives.flattening import fuse
 from polytempo.collectives.plans import CUDA_IPC
+from polytempo.collectives.reduce_ops import before_mean, divide
 from polytempo.collectives.steps import Place
 from polytempo.collectives.tasks import Settled, Steps
 from polytempo.errors import UsageError
@@ -112,7 +114,7 @@ class DeviceRoute:
             if by_nccl is not None and (yield from self._takes_nccl(stage, on)):
                 told = replace(stage, on=on)
                 return (yield from on.run(lambda: by_nccl(told), lambda: by_nccl(told)))
-            slots = self._slots(on) if self._suits(on, algorithm) else None
+            slots = self._slots(on, algorithm)
             on_device = replace(stage, on=on, slots=slots) if slots is not None else None
 
             def refused() -> Steps:
@@ -131,13 +133,11 @@ class DeviceRoute:
             self._across_way = choose_way(facts, self._network)
         return self._is_nccl()
 
-    def _suits(self, on: DeviceCall, algorithm: str) -> bool:
-        if algorithm == CUDA_IPC:
-            return True
-        return algorithm == "auto" and self._may and max(map(nbytes, on.tensors)) >= self.floor
-
-    def _slots(self, on: DeviceCall) -> DeviceSlotBuffers | None:
+    def _slots(self, on: DeviceCall, algorithm: str) -> DeviceSlotBuffers | None:
         """A group has buffers on one device; tensors of another, and of one that others do not reach, go by the host."""
+        suits = algorithm == "auto" and self._may and max(map(nbytes, on.tensors)) >= self.floor
+        if algorithm != CUDA_IPC and not suits:
+            return None
         if self.slots is None:
             facts = facts_of(self._engine.rank, self._place, on.device)
             self.slots = DeviceSlotBuffers(self._engine.messages, self._queue, self._ranks, facts, on.device)
@@ -148,3 +148,46 @@ class DeviceRoute:
         self._across_way = None
         if self.slots is not None:
             self.slots.start_over()
+
+
+# Calls of a group on tensors of GPUs that NCCL carries out: `all_reduce` and `broadcast`, of what NCCL has dtypes for.
+#
+# Gradients and parameters go by these. The other collectives go by CUDA IPC or the host, as they do without NCCL.
+
+WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, *WHOLE})
+OPERATIONS = {"sum": "SUM", "mean": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+
+
+def nccl_takes(tensors: Sequence[torch.Tensor], how: Sequence[object]) -> bool:
+    """Whether NCCL can: the same on all ranks, which have the same dtypes and operation. `how`: an operation, or a root."""
+    return all(tensor.dtype in DTYPES for tensor in tensors) and all(
+        isinstance(one, int) or one in OPERATIONS for one in how
+    )
+
+
+def all_reduce(native: Any, stage: ExecutionStage, tensors: Sequence[torch.Tensor], op: str) -> Steps:
+    """Make each tensor the sum (or another combination) over all ranks."""
+    size = len(stage.ranks)
+    for fused in fuse(tensors, stays=True):
+        whole, options = fused.whole, dist.AllreduceOptions()
+        apart = op == "mean" and not whole.is_cuda  # gloo, in tests, has no mean
+        options.reduceOp = getattr(dist.ReduceOp, OPERATIONS["sum" if apart else op])
+        if apart:
+            before_mean(op, whole, size)
+        yield from native.within(stage, whole, lambda made, whole=whole, options=options: [made.allreduce([whole], options)])
+        if apart:
+            divide(op, whole, size)
+        fused.scatter()
+
+
+def broadcast(native: Any, stage: ExecutionStage, tensors: Sequence[torch.Tensor], root: int) -> Steps:
+    """Make each tensor the root's."""
+    for fused in fuse(tensors, stays=True):
+        whole, options = fused.whole, dist.BroadcastOptions()
+        options.rootRank = root
+        yield from native.within(stage, whole, lambda made, whole=whole, options=options: [made.broadcast([whole], options)])
+        fused.scatter()
+
+
+NCCL_CALLS: dict[str, Callable[..., Steps]] = {"all_reduce": all_reduce, "broadcast": broadcast}

@@ -16,11 +16,11 @@ import torch
 
 from polytempo.collectives.device_buffer import DeviceSlotBuffer, DeviceSlotBuffers
 from polytempo.collectives.device_call import DeviceCall, NotOnDevice, until
+from polytempo.collectives.flattening import StagedCopy
 from polytempo.collectives.mailbox import Receipt
 from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.reduce_ops import COMBINE, total, total_on_device
 from polytempo.collectives.shared_buffer import SlotBuffer
-from polytempo.collectives.staged_copy import StagedCopy
 from polytempo.collectives.steps import Combine, Copy, Fetch, Meet, Put, Receive, Send, Step, Total
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
@@ -49,8 +49,10 @@ class ExecutionStage:
     slots: DeviceSlotBuffers | None = None  #: those
     arriving: StagedCopy | None = None  #: where chunks are parts of it: they are used when they are here
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Work on tensors, here and now, or in the order of a device's stream."""
+    def do(self, work: Callable[[], object] | None) -> None:
+        """Work on tensors, if there is any: here and now, or in the order of a device's stream."""
+        if work is None:
+            return
         if self.on is None:
             work()
         else:

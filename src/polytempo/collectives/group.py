@@ -27,20 +27,18 @@ import numpy
 import torch
 
 from polytempo.collectives.call_queues import Recovery
-from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Choice, Speeds, choose
 from polytempo.collectives.device_call import DeviceCall, until
 from polytempo.collectives.device_choice import Network
-from polytempo.collectives.device_route import DeviceRoute
+from polytempo.collectives.device_route import NCCL_CALLS, DeviceRoute, StagedSteps, nccl_takes
 from polytempo.collectives.executor import NOTHING, ExecutionStage, nbytes, perform
 from polytempo.collectives.flattening import check_dense, flat, fuse, shape_of, shapes_of, split
 from polytempo.collectives.messaging import Messaging
-from polytempo.collectives.nccl_calls import NCCL_CALLS, nccl_takes
 from polytempo.collectives.plans import CUDA_IPC, algorithms_for, find_plan, plan_for
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import before_mean, check_dtype, divide, operation
 from polytempo.collectives.shared_buffer import SlotBuffers
-from polytempo.collectives.steps import Place, Step
+from polytempo.collectives.steps import GRAIN, Place, Step, cuts
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import UsageError
 from polytempo.profile_ranges import profiled
@@ -87,9 +85,8 @@ class RankGroup:
         self.queue = engine.queues.open(self.context, self.ranks)
         self.buffers = SlotBuffers(engine.messages, self.queue, [self.ranks[member] for member in self.place.neighbours])
         self._native: Any = None
-        self.route = DeviceRoute(
-            engine, self.queue, self.ranks, self.place, network, _within(weakref.ref(self))
-        )  #: of tensors on GPUs
+        #: of calls on tensors of GPUs
+        self.route = DeviceRoute(engine, self.queue, self.ranks, self.place, network, _weakly(self._nested))
         self.speeds: Speeds | None = None
         self.last_choice: Choice | None = None  #: what `auto` chose last, and why
         self._calls = 0
@@ -113,7 +110,7 @@ class RankGroup:
 
         about = f"{name}, {shapes_of(tensors)}"
         by_nccl = self._by_nccl("all_reduce", tensors, name)
-        return self._start("all_reduce", about, algorithm, steps, background, name, tensors, by_nccl)
+        return self.start("all_reduce", about, algorithm, steps, background, name, tensors, by_nccl)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: object = "sum", algorithm: str = "auto", background: bool = False
@@ -128,11 +125,10 @@ class RankGroup:
             yield from self._reduce(stage, "reduce", algorithm, work, root)
             if self.rank == root:
                 self._after(stage, name, work)
-                if back is not None:
-                    stage.do(back)
+                stage.do(back)
 
         about = f"{name}, {shape_of(tensor)}, to {root}"
-        return self._start("reduce", about, algorithm, steps, background, name, [tensor])
+        return self.start("reduce", about, algorithm, steps, background, name, [tensor])
 
     def broadcast(self, tensors: Tensors, root: int, algorithm: str = "auto", background: bool = False) -> Task:
         """Make each tensor the root's."""
@@ -147,7 +143,7 @@ class RankGroup:
 
         about = f"{shapes_of(tensors)}, from {root}"
         by_nccl = self._by_nccl("broadcast", tensors, root)
-        return self._start("broadcast", about, algorithm, steps, background, tensors=tensors, by_nccl=by_nccl)
+        return self.start("broadcast", about, algorithm, steps, background, tensors=tensors, by_nccl=by_nccl)
 
     def all_gather(self, outputs: Tensors, tensor: torch.Tensor, algorithm: str = "auto", background: bool = False) -> Task:
         """Make `outputs[q]` the tensor of rank q. Sizes may differ, if all ranks know them."""
@@ -162,11 +158,10 @@ class RankGroup:
             stage.do(lambda: own.copy_(mine))
             yield from self._move(stage, "all_gather", wanted, [part for part, _ in parts])
             for _, back in parts:
-                if back is not None:
-                    stage.do(back)
+                stage.do(back)
 
         about = shape_of(tensor) if even else str(tensor.dtype).removeprefix("torch.")
-        return self._start("all_gather", about, wanted, steps, background, tensors=[*outputs, tensor])
+        return self.start("all_gather", about, wanted, steps, background, tensors=[*outputs, tensor])
 
     def gather(
         self, outputs: Tensors | None, tensor: torch.Tensor, root: int, algorithm: str = "auto", background: bool = False
@@ -187,11 +182,10 @@ class RankGroup:
                 chunks[self.rank] = mine
             yield from self._move(stage, "gather", algorithm, chunks, root)
             for _, back in parts:
-                if back is not None:
-                    stage.do(back)
+                stage.do(back)
 
         about, tensors = f"{shape_of(tensor)}, to {root}", [*(outputs or ()), tensor]
-        return self._start("gather", about, algorithm, steps, background, tensors=tensors)
+        return self.start("gather", about, algorithm, steps, background, tensors=tensors)
 
     def scatter(
         self, output: torch.Tensor, inputs: Tensors | None, root: int, algorithm: str = "auto", background: bool = False
@@ -211,11 +205,10 @@ class RankGroup:
             else:
                 chunks[self.rank] = mine
             yield from self._move(stage, "scatter", algorithm, chunks, root, beside=True)
-            if back is not None:
-                stage.do(back)
+            stage.do(back)
 
         about, tensors = f"{shape_of(output)}, from {root}", [*(inputs or ()), output]
-        return self._start("scatter", about, algorithm, steps, background, tensors=tensors)
+        return self.start("scatter", about, algorithm, steps, background, tensors=tensors)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Tensors, op: object = "sum", algorithm: str = "auto", background: bool = False
@@ -240,11 +233,10 @@ class RankGroup:
                 self._before(stage, name, chunk)
             yield from self._move(stage, "reduce_scatter", wanted, chunks, beside=True)
             self._after(stage, name, mine)
-            if back is not None:
-                stage.do(back)
+            stage.do(back)
 
         about = shape_of(output) if even else str(output.dtype).removeprefix("torch.")
-        return self._start("reduce_scatter", f"{name}, {about}", wanted, steps, background, name, [output, *inputs])
+        return self.start("reduce_scatter", f"{name}, {about}", wanted, steps, background, name, [output, *inputs])
 
     def all_to_all(
         self, outputs: Tensors, inputs: Tensors, algorithm: str = "auto", background: bool = False, even: bool = False
@@ -265,11 +257,10 @@ class RankGroup:
             chunks = [*(flat(piece, stays)[0] for piece in inputs), *(part for part, _ in parts)]
             yield from self._move(stage, "all_to_all", wanted, chunks, beside=True)
             for _, back in parts:
-                if back is not None:
-                    stage.do(back)
+                stage.do(back)
 
         about = shape_of(inputs[0]) if even else str(inputs[0].dtype).removeprefix("torch.")
-        return self._start("all_to_all", about, wanted, steps, background, tensors=[*outputs, *inputs])
+        return self.start("all_to_all", about, wanted, steps, background, tensors=[*outputs, *inputs])
 
     def barrier(self, background: bool = False) -> Task:
         """Wait until all ranks are here."""
@@ -277,7 +268,7 @@ class RankGroup:
         def steps(stage: ExecutionStage) -> Steps:
             yield from self._move(stage, "barrier", "auto", [torch.empty(0, dtype=torch.uint8)] * self.size)
 
-        return self._start("barrier", "", "auto", steps, background)
+        return self.start("barrier", "", "auto", steps, background)
 
     def choice(self, collective: str, size: int) -> Choice:
         """The algorithm that `auto` takes for a size in bytes, and why."""
@@ -285,17 +276,29 @@ class RankGroup:
 
     # From a call to a task.
 
-    def _start(
+    def start(
         self,
         collective: str,
         about: str,
         algorithm: str,
-        steps: Callable[[ExecutionStage], Steps],
+        steps: StagedSteps,
         background: bool,
         op: str = "sum",
         tensors: Tensors = (),
-        by_nccl: Callable[[ExecutionStage], Steps] | None = None,
+        by_nccl: StagedSteps | None = None,
     ) -> Task:
+        """Start a call, which has its place among the group's calls.
+
+        Args:
+            collective: Its name.
+            about: What must be the same on all ranks, in words.
+            algorithm: By which it goes.
+            steps: What is done.
+            background: Return at once, and let the progress thread go on with it.
+            op: How tensors are combined.
+            tensors: All that it reads or writes.
+            by_nccl: The steps where NCCL carries it out.
+        """
         by = f", by {algorithm}" if algorithm != "auto" else ""
         on, by_nccl = self.route.call(tensors, algorithm), by_nccl if algorithm == "auto" else None
         call = f"{collective}({about}{by})"
@@ -319,8 +322,7 @@ class RankGroup:
             self.engine.natives.append(self._native)
         return self._native
 
-    def _by_nccl(self, collective: str, tensors: Tensors, *how: object) -> Callable[[ExecutionStage], Steps] | None:
-        """The steps of a call by NCCL, where it can do that."""
+    def _by_nccl(self, collective: str, tensors: Tensors, *how: object) -> StagedSteps | None:
         on_the_host = tensors[0].device.type == "cpu" and not self.engine.streams.has_stand_in
         if on_the_host or not nccl_takes(tensors, how):
             return None
@@ -337,13 +339,7 @@ class RankGroup:
         if stage.on is None:
             divide(op, result, self.size)
 
-    def before_next(self, name: str, steps: Steps) -> Task:
-        """Start something that this rank has to do before its next call begins."""
-        with self._lock:
-            self._recovery.open_again(self._calls)
-            return self.engine.start(self.queue, name, steps, True)
-
-    def _run(self, number: int, name: Callable[[], str], op: str, steps: Callable[[ExecutionStage], Steps]) -> Steps:
+    def _run(self, number: int, name: Callable[[], str], op: str, steps: StagedSteps) -> Steps:
         yield from self._recovery.clear(number)
         call = name()  # as all ranks know it now that the calls before have ended
         self.engine.queues.declare(self.queue, number, call)
@@ -352,6 +348,9 @@ class RankGroup:
         meta = f"{number} {call}".encode()
         messages, barriers = self.engine.messages, self._recovery.barriers
         return (yield from steps(ExecutionStage(messages, self.context, number, self.ranks, meta, op, barriers=barriers)))
+
+    def _nested(self, stage: ExecutionStage) -> Nested:
+        return Nested(self, stage)
 
     def _recover(self) -> None:
         with self._lock:  # so a call is counted and handed over, or neither
@@ -427,9 +426,9 @@ class RankGroup:
     def _plain(
         self, stage: ExecutionStage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int
     ) -> Steps:
-        """By messages alone."""
-        if self._next() in self.engine.messages.links:  # a rank that has done its part and left need not know
-            self.engine.messages.links[self._next()].send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
+        ahead = self.engine.messages.links.get(self.ranks[(self.rank + 1) % self.size])
+        if ahead is not None:  # a rank that has done its part and left need not know
+            ahead.send(LinkMessage(CALL, self.context, stage.tag, stage.meta))
         chunk_count = find_plan(collective, algorithm).chunk_count
         outer = chunk_count(self.place, 1)
         pieces = self._pieces(size // outer) if chunk_count(self.place, 2) > outer else 1
@@ -440,9 +439,6 @@ class RankGroup:
         speeds = self.speeds or Speeds()
         inside = len(self.place.hosts) == 1
         return _pieces(size, speeds.alpha_inside if inside else speeds.alpha, speeds.beta_inside if inside else speeds.beta)
-
-    def _next(self) -> int:
-        return self.ranks[(self.rank + 1) % self.size]
 
     # Mistakes, before anything starts.
 
@@ -465,7 +461,6 @@ class RankGroup:
         return name
 
     def _check_list(self, collective: str, tensors: Tensors, own: torch.Tensor, even: bool = False) -> None:
-        """Of a list with a tensor for each rank."""
         if len(tensors) != self.size:
             raise UsageError(f"{collective} needs a list of {self.size} tensors, one for each rank, got {len(tensors)}")
         for rank, tensor in enumerate(tensors):
@@ -485,16 +480,16 @@ class Nested(RankGroup):
         self.__dict__.update(vars(group))
         self._stage, self._by_host = stage, by_host
 
-    def _start(
+    def start(
         self,
         collective: str,
         about: str,
         algorithm: str,
-        steps: Callable[[ExecutionStage], Steps],
+        steps: StagedSteps,
         background: bool,
         op: str = "sum",
         tensors: Tensors = (),
-        by_nccl: Callable[[ExecutionStage], Steps] | None = None,
+        by_nccl: StagedSteps | None = None,
     ) -> Any:
         on = self.route.call(tensors, algorithm)
         way = "host" if self._by_host else algorithm
@@ -510,15 +505,6 @@ def _to_the_end(steps: Steps, on: DeviceCall) -> Steps:
     return result
 
 
-def _within(group: weakref.ref[RankGroup]) -> Callable[[ExecutionStage], Any]:
-    def within(stage: ExecutionStage) -> Nested:
-        found = group()
-        assert found is not None  # one of its calls is under way
-        return Nested(found, stage)
-
-    return within
-
-
 def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: bool) -> Task:
     """Gather the records of all ranks, which have one size, and go on with them; the result is that of `then`."""
 
@@ -528,26 +514,13 @@ def exchange(group: RankGroup, record: torch.Tensor, then: Then, background: boo
         yield from inside.all_gather(rows, record)
         return (yield from then(rows, inside))
 
-    return group._start("exchange", shape_of(record), "auto", steps, background)
-
-
-def call(
-    group: RankGroup,
-    collective: str,
-    about: str,
-    algorithm: str,
-    steps: Callable[[ExecutionStage], Steps],
-    background: bool,
-) -> Task:
-    """Start a call that is carried out elsewhere: it has its place among the group's calls."""
-    return group._start(collective, about, algorithm, steps, background)
+    return group.start("exchange", shape_of(record), "auto", steps, background)
 
 
 # The speed of links between hosts.
 
 
 def _measure(messages: Messaging, context: int, number: int, ranks: Sequence[int], hosts: Sequence[Sequence[int]]) -> Steps:
-    """The speeds, on every rank."""
     first, second = ranks[hosts[0][0]], ranks[hosts[1][0]]
     tag, found = -number, numpy.zeros(SPEEDS.size, dtype=numpy.uint8)
     if messages.rank == first:
@@ -610,13 +583,12 @@ def _pieces(size: int, alpha: float, beta: float) -> int:
     return max(1, min(PIECES, round(size / message)))
 
 
-def _weakly(method: Callable[[], object]) -> Callable[[], object]:
-    """Call a method if its object is still there."""
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a method if its object is still there, as it is while one of its calls is under way."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*arguments: Any) -> Any:
         there = reference()
-        if there is not None:
-            there()
+        return None if there is None else there(*arguments)
 
     return call

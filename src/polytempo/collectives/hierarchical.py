@@ -23,7 +23,8 @@ def all_reduce(place: Place, pieces: int, root: int = 0) -> list[Step]:
     if len(members) == 1:
         return around
     if place.rank == leader:
-        return [*_sum(place, chunks), *_collect(place, chunks), *around, *map(Put, chunks), Meet(members)]
+        sums = [Fetch(member, chunk, chunk) for member in members[1:] for chunk in _own(members, member, chunks)]
+        return [*_sum(place, chunks), *sums, *around, *map(Put, chunks), Meet(members)]
     return [*_sum(place, chunks), Meet(members), *(Fetch(leader, chunk, chunk) for chunk in chunks)]
 
 
@@ -36,12 +37,6 @@ def _sum(place: Place, chunks: range) -> list[Step]:
     for chunk in own:
         totals += [Total(chunk, members)] if place.rank == members[0] else [Total(chunk, members), Put(chunk)]
     return [*puts, Meet(members), *totals, Meet(members)]
-
-
-def _collect(place: Place, chunks: range) -> list[Step]:
-    """The leader fetches what the others have added up."""
-    _, *others = place.neighbours
-    return [Fetch(member, chunk, chunk) for member in others for chunk in _own(place.neighbours, member, chunks)]
 
 
 def _own(members: tuple[int, ...], member: int, chunks: range) -> range:

@@ -52,7 +52,9 @@ class Mailbox:
         receipt = Receipt(sender, length, buffer)
         for waiting in self._waiting.get((context, tag), ()):
             if waiting.receipt is None and sender in (None, waiting.source):
-                self._join(waiting, receipt, (context, tag))
+                receipt.source, receipt.taken, waiting.receipt = waiting.source, True, receipt
+                if waiting.payload is not None:
+                    self._settle(waiting, (context, tag))
                 return receipt
         self._posted.setdefault((context, tag), deque()).append(receipt)
         return receipt
@@ -67,11 +69,6 @@ class Mailbox:
         for waiting in self._waiting.get((context, tag), ()):
             if waiting.receipt is receipt:
                 waiting.receipt = None
-
-    def _join(self, waiting: _Waiting, receipt: Receipt, key: MailboxKey) -> None:
-        receipt.source, receipt.taken, waiting.receipt = waiting.source, True, receipt
-        if waiting.payload is not None:
-            self._settle(waiting, key)
 
     def _settle(self, waiting: _Waiting, key: MailboxKey) -> None:
         receipt, payload = waiting.receipt, waiting.payload

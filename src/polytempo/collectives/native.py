@@ -1,7 +1,7 @@
 """`algorithm="native"`: gloo for CPU tensors, NCCL for CUDA tensors, through torch.distributed.
 
 NCCL is how NVLink, PCIe peer-to-peer and GPUDirect are reached. A process group of torch's is made beside ours, for the same
-ranks, inside the first call (`native_rendezvous.py`); torch's default group is not touched. Neither gloo nor NCCL encrypts:
+ranks, inside the first call (`Meeting`); torch's default group is not touched. Neither gloo nor NCCL encrypts:
 between hosts that is refused unless the job is insecure anyway.
 
 A call is one of the group's: it has its place in their order, and is compared with those of the other ranks. It ends when
@@ -11,6 +11,7 @@ and the communicator is aborted.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,14 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from polytempo.collectives.device_choice import Network
 from polytempo.collectives.executor import ExecutionStage
 from polytempo.collectives.flattening import shape_of, shapes_of
-from polytempo.collectives.group import Nested, RankGroup, call
-from polytempo.collectives.native_rendezvous import PATIENCE, Meeting, in_thread, tell
+from polytempo.collectives.group import Nested, RankGroup
+from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.reduce_ops import before_mean, divide, operation
 from polytempo.collectives.tasks import Steps, Task, Wait
 from polytempo.errors import PeerError, UsageError
-from polytempo.transport.host_addresses import own_address
+from polytempo.transport.host_addresses import own_address, own_host
 from polytempo.transport.peer_link import CALL, LinkMessage
 
 NativeTensors = Sequence[torch.Tensor]
@@ -229,7 +231,7 @@ class Native:
             for tensor in divided:
                 divide("mean", tensor, self._group.size)
 
-        return call(self._group, name, about, "native", steps, background)
+        return self._group.start(name, about, "native", steps, background)
 
     def _on_stream(self, device: torch.device, filled: Any, start: Callable[[], list[Any]]) -> Steps:
         """NCCL's kernels run behind the caller's, and the call ends when they have."""
@@ -311,5 +313,95 @@ def _abort(made: Any, _: Meeting | None) -> None:
 
 
 def _reduce_op(name: str) -> Any:
-    """torch's word for an operation."""
     return getattr(dist.ReduceOp, OPERATIONS[name])
+
+
+# How the ranks of a group meet for a process group of torch's (gloo, NCCL): a TCPStore of torch's, which rank 0 serves.
+#
+# It listens where the other ranks reach it and nowhere else: on one host at the loopback address, between hosts at the
+# address by which they reach this one. Nothing remains of it when its process ends, however that ends.
+#
+# Rank 0 tells the others where inside a call of the group. The process group is then made in a thread: torch waits there for
+# all ranks, while the links are driven and a rank that is lost ends the call.
+
+#: Seconds in which torch has to make a process group, once all ranks are there.
+PATIENCE = 120.0
+#: Bytes of the text that says where the store is.
+TEXT = 512
+LOOPBACK = "127.0.0.1"
+
+
+class Meeting:
+    """The store of one process group, on one rank. Kept for as long as the process group: NCCL comes back to it.
+
+    Args:
+        hosts: The number of hosts.
+        network: That between the ranks.
+        ranks: Those of the group, in the job; the first keeps the store.
+        rank: This one.
+    """
+
+    def __init__(self, hosts: int, network: Network, ranks: Sequence[int], rank: int) -> None:
+        self._several, self._network, self._ranks, self._rank = hosts > 1, network, ranks, rank
+        self.store: Any = None
+
+    def serve(self) -> str:
+        """On rank 0: open the store, and say where the others find it: the port, and the host if it is known."""
+        host, known = own_host(self._network.route) if self._several else (LOOPBACK, True)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host if known else "", 0), family=family, backlog=len(self._ranks) + 8)
+        port = int(listener.getsockname()[1])
+        reached_as = host if known else ("::1" if family == socket.AF_INET6 else LOOPBACK)
+        patience, descriptor = timedelta(seconds=PATIENCE), listener.detach()
+        self.store = dist.TCPStore(
+            reached_as, port, None, True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor
+        )
+        return f"{port} {host if known else ''}"
+
+    def join(self, text: str) -> Any:
+        """The store, on any rank. Blocks.
+
+        Raises:
+            PeerError: It cannot be reached; the message names the rank that keeps it.
+        """
+        if self.store is None:
+            port, _, host = text.partition(" ")
+            host = host or self._network.route.rpartition(":")[0].strip("[]")
+            try:
+                self.store = dist.TCPStore(host, int(port), None, False, timeout=timedelta(seconds=PATIENCE))
+            except (RuntimeError, ValueError) as error:
+                why = str(error).partition("\n")[0]
+                where = f"the store of rank {self._ranks[0]} at {host}:{port}"
+                raise PeerError(f"rank {self._rank} cannot open {where}: {why}") from None
+        return self.store
+
+
+def tell(inside: Any, text: str) -> Steps:
+    """Steps of a call by which all ranks get the text of the group's rank 0."""
+    record = torch.zeros(TEXT, dtype=torch.uint8)
+    data = text.encode()
+    record[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else record[:0]
+    yield from inside.broadcast([record], 0)
+    return bytes(record.tolist()).rstrip(b"\0").decode()
+
+
+def in_thread(engine: ProgressEngine, needed: Callable[[], list[int]], action: Callable[[], Any]) -> Steps:
+    """Steps that wait for an action in a thread of its own, and have its result. The call fails if a needed rank is lost.
+
+    The thread of a call that failed is left alone: the time-outs of torch end it.
+    """
+    ended: list[tuple[Any, Exception | None]] = []
+
+    def run() -> None:
+        try:
+            ended.append((action(), None))
+        except Exception as error:  # noqa: BLE001  the call raises it
+            ended.append((None, error))
+        engine.wake()
+
+    threading.Thread(target=run, name="polytempo-native", daemon=True).start()
+    yield Wait(lambda: bool(ended), needed)
+    result, error = ended[0]
+    if error is not None:
+        raise error
+    return result

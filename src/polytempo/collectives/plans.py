@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from polytempo.collectives import direct, double_tree, halving_doubling, hierarchical, ring, shared_memory, tree
+from polytempo.collectives import direct, halving_doubling, hierarchical, ring, shared_memory, tree
 from polytempo.collectives.steps import Place, Step
 from polytempo.errors import UsageError, nearest
 
@@ -27,10 +27,6 @@ def _pieces(place: Place, pieces: int) -> int:
     return pieces
 
 
-def _two_halves(place: Place, pieces: int) -> int:
-    return 2 * pieces
-
-
 def _ranks(place: Place, pieces: int) -> int:
     return place.size
 
@@ -43,14 +39,6 @@ def _parts(place: Place, pieces: int) -> int:
     return place.size * pieces
 
 
-def _core_parts(place: Place, pieces: int) -> int:
-    return halving_doubling.core_size(place.size) * pieces
-
-
-def _host_parts(place: Place, pieces: int) -> int:
-    return len(place.hosts) * pieces
-
-
 #: (collective, algorithm): the plan.
 PLANS: dict[tuple[str, str], RankPlan] = {
     ("broadcast", "ring"): RankPlan(ring.broadcast, _pieces),
@@ -59,10 +47,12 @@ PLANS: dict[tuple[str, str], RankPlan] = {
     ("reduce", "tree"): RankPlan(tree.reduce, _pieces),
     ("reduce", "shared-memory"): RankPlan(shared_memory.reduce, _one),
     ("all_reduce", "ring"): RankPlan(ring.all_reduce, _parts),
-    ("all_reduce", "halving-doubling"): RankPlan(halving_doubling.all_reduce, _core_parts),
+    ("all_reduce", "halving-doubling"): RankPlan(
+        halving_doubling.all_reduce, lambda place, pieces: halving_doubling.core_size(place.size) * pieces
+    ),
     ("all_reduce", "tree"): RankPlan(tree.all_reduce, _pieces),
-    ("all_reduce", "double-tree"): RankPlan(double_tree.all_reduce, _two_halves),
-    ("all_reduce", "hierarchical"): RankPlan(hierarchical.all_reduce, _host_parts),
+    ("all_reduce", "double-tree"): RankPlan(tree.all_reduce_twice, lambda place, pieces: 2 * pieces),
+    ("all_reduce", "hierarchical"): RankPlan(hierarchical.all_reduce, lambda place, pieces: len(place.hosts) * pieces),
     ("all_reduce", "shared-memory"): RankPlan(shared_memory.all_reduce, _ranks),
     ("gather", "linear"): RankPlan(direct.gather, _ranks),
     ("gather", "shared-memory"): RankPlan(shared_memory.gather, _ranks),

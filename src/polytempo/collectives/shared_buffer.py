@@ -24,9 +24,9 @@ import numpy
 import torch
 
 from polytempo.collectives.call_queues import CallQueue
-from polytempo.collectives.chunking import cuts
 from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.reduce_ops import weighted_mean
+from polytempo.collectives.steps import cuts
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes

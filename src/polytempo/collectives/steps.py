@@ -6,12 +6,11 @@ for others: `Receive` and `Combine` for a message, `Meet` for all members.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
-from polytempo.errors import UsageError, nearest
+from polytempo.errors import UsageError
 
 #: The ranks on each host.
 HostRanks = tuple[tuple[int, ...], ...]
@@ -82,7 +81,7 @@ class Total:
 
 Step = Send | Receive | Combine | Copy | Put | Meet | Fetch | Total
 
-#: How each step is written, for both directions.
+#: How each step is written.
 FORMS: dict[type[Step], str] = {
     Send: "send {chunk} to {peer}",
     Receive: "receive {chunk} from {peer}",
@@ -95,13 +94,6 @@ FORMS: dict[type[Step], str] = {
 }
 
 
-def _pattern(form: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[0-9]+(?:,[0-9]+)*)", form))
-
-
-_PATTERNS = {kind: _pattern(form) for kind, form in FORMS.items()}
-
-
 def fields(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names and numbers of a step; a single number as a tuple of one."""
     for name in step.__slots__:
@@ -111,31 +103,11 @@ def fields(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def text_of(steps: Iterable[Step]) -> str:
     """One step a line."""
-    return "\n".join(_line(step) for step in steps)
-
-
-def _line(step: Step) -> str:
-    return FORMS[type(step)].format(**{name: ",".join(map(str, numbers)) for name, numbers in fields(step)})
-
-
-def parse_steps(text: str) -> list[Step]:
-    """What `text_of` wrote; empty lines are passed over."""
-    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-    return [_parsed(number, line) for number, line in lines if line]
-
-
-def _parsed(number: int, line: str) -> Step:
-    for kind, pattern in _PATTERNS.items():
-        match = pattern.fullmatch(line)
-        if match and all(name == "members" or "," not in value for name, value in match.groupdict().items()):
-            return kind(**{name: _numbers(name, value) for name, value in match.groupdict().items()})
-    words = [form.split()[0] for form in FORMS.values()]
-    known = ", ".join(form.replace("{", "").replace("}", "") for form in FORMS.values())
-    raise UsageError(f"line {number}: no step is written {line!r}; known: {known}{nearest(line.split()[0], words)}")
-
-
-def _numbers(name: str, text: str) -> Any:
-    return tuple(map(int, text.split(","))) if name == "members" else int(text)
+    lines = []
+    for step in steps:
+        words = {name: ",".join(map(str, numbers)) for name, numbers in fields(step)}
+        lines.append(FORMS[type(step)].format(**words))
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +137,17 @@ class Place:
     def neighbours(self) -> tuple[int, ...]:
         """The ranks on my host, me among them."""
         return self.hosts[self.host]
+
+
+# Cutting a length into parts.
+
+#: Borders between parts fall on a multiple of this many elements where two processes write beside each other: no cache line
+#: is written by both.
+GRAIN = 32
+
+
+def cuts(length: int, count: int, grain: int = GRAIN) -> list[slice]:
+    """Parts that differ by at most a grain."""
+    grains = -(-length // grain)
+    borders = [min(length, grains * index // count * grain) for index in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(borders)]

@@ -4,6 +4,11 @@ The chunks follow each other through the tree. In an all-reduce they go up and c
 does its work in the order of a timetable: with height H, chunk k goes up from depth d at time k + H - d and comes down to
 it at k + H + d. Whatever a rank waits for was sent at an earlier time, so ranks cannot wait in a circle; and two ranks put
 what they exchange in the same order, even if two trees run at once.
+
+Two trees, each for half of the chunks: an inner rank of one is a leaf of the other. In a binary tree the leaves, half of all
+ranks, never send down. Here all inner ranks of the first tree are odd, and the second is the first moved by one rank, so
+that its inner ranks are even: the link of every rank is used, and none twice. (Moved, not mirrored: with an odd number of
+ranks, a mirrored odd rank is odd.)
 """
 
 from __future__ import annotations
@@ -65,6 +70,12 @@ def all_reduce(place: Place, pieces: int, root: int = 0) -> list[Step]:
     return all_reduce_through([(binomial(place.size, root), range(pieces))], place.rank)
 
 
+def all_reduce_twice(place: Place, pieces: int, root: int = 0) -> list[Step]:
+    """The first half of the chunks through one of two trees, the second through the other, by one timetable."""
+    first, second = both_trees(place.size)
+    return all_reduce_through([(first, range(pieces)), (second, range(pieces, 2 * pieces))], place.rank)
+
+
 def barrier(place: Place, pieces: int, root: int = 0) -> list[Step]:
     """Dissemination: notify the rank 1, 2, 4, ... further, and wait for the rank as far behind. The chunk is empty."""
     steps: list[Step] = []
@@ -97,3 +108,22 @@ def all_reduce_through(trees: Iterable[tuple[Tree, range]], rank: int) -> list[S
             timed.append((time - depth, 0, up(tree, rank, chunk)))
             timed.append((time + depth, 1, down(tree, rank, chunk)))
     return [step for *_, steps in sorted(timed, key=lambda entry: entry[:2]) for step in steps]
+
+
+def both_trees(size: int) -> tuple[Tree, Tree]:
+    """Two trees in which no rank has children twice."""
+    parents: list[int | None] = [None] * size
+    _hang(parents, 0, size, None)
+    tree = Tree(tuple(parents))
+    return tree, tree.moved(1)
+
+
+def _hang(parents: list[int | None], start: int, stop: int, parent: int | None) -> None:
+    """The odd rank nearest to the middle goes below the parent, and both sides below it; `start` is always even."""
+    if start == stop:
+        return
+    middle = start if stop - start == 1 else (start + stop - 1) // 2 | 1
+    parents[middle] = parent
+    if stop - start > 1:
+        _hang(parents, start, middle, middle)
+        _hang(parents, middle + 1, stop, middle)

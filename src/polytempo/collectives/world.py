@@ -378,7 +378,6 @@ def _all_done(receipts: Sequence[Receipt]) -> bool:
 
 
 def _senders(receipts: Sequence[Receipt]) -> list[int]:
-    """The ranks that are waited for."""
     return [receipt.sender for receipt in receipts if receipt.sender is not None and not receipt.done]
 
 

@@ -90,10 +90,6 @@ class ChainSpec:
         """A chain for one flat tensor on a device, with a residual of zero."""
         return CompressionChain(self, self._form(size, dtype, device), device)
 
-    def stated_bytes(self, size: int, dtype: torch.dtype) -> int | None:
-        """Bytes of every message about such a tensor; None where its values decide."""
-        return self.code.stated_bytes(self._form(size, dtype))
-
     def decode(
         self, buffers: Sequence[ByteArray], size: int, dtype: torch.dtype, device: torch.device = CPU
     ) -> torch.Tensor:

@@ -63,11 +63,6 @@ class NumberFormat:
         return f"{self.size} {dtype_name(self.dtype)}"
 
 
-def item_size(dtype: torch.dtype) -> int:
-    """Bytes of one value."""
-    return int(dtype.itemsize)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype: "float32"."""
     return str(dtype).removeprefix("torch.")
@@ -124,7 +119,7 @@ def as_bytes(values: torch.Tensor) -> ByteArray:
 
 def as_values(buffer: ByteArray, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
     """A tensor of its own, on the CPU, with what lies in a buffer that another process sent."""
-    nbytes = count * item_size(dtype)
+    nbytes = count * dtype.itemsize
     if buffer.nbytes != nbytes:
         raise PeerError(f"{what}: expected {nbytes} bytes for {count} of {dtype_name(dtype)}, got {buffer.nbytes}")
     values = torch.empty(count, dtype=dtype)
@@ -154,10 +149,6 @@ class Code(ABC):
     def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
         """The values of a message, on a device; `PeerError` when it is invalid, which is found out on the host."""
 
-    @abstractmethod
-    def stated_bytes(self, form: NumberFormat) -> int | None:
-        """Bytes of every message; None where the values decide."""
-
 
 @dataclass(frozen=True)
 class Dense(Code):
@@ -174,6 +165,3 @@ class Dense(Code):
 
     def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
         return as_values(buffers[0], form.size, form.wire, "values").to(device).to(form.dtype)
-
-    def stated_bytes(self, form: NumberFormat) -> int:
-        return form.size * item_size(form.wire)

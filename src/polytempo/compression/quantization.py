@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polytempo.compression.encoding import ByteArray, Code, NumberFormat, as_values, clear, is_finite, item_size
+from polytempo.compression.encoding import ByteArray, Code, NumberFormat, as_values, clear, is_finite
 from polytempo.errors import PeerError
 
 #: Values that share a scale.
@@ -48,9 +48,6 @@ class Int8(Code):
             raise PeerError("expected finite scales of at least 0, got others")
         numbers = as_values(buffers[1], form.size, torch.int8, "values")
         return _values(scales.to(device), numbers.to(device), form)
-
-    def stated_bytes(self, form: NumberFormat) -> int:
-        return form.size + -(-form.size // BLOCK) * item_size(form.wide)
 
 
 def _values(scales: torch.Tensor, numbers: torch.Tensor, form: NumberFormat) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from polytempo.compression.encoding import ByteArray, Code, NumberFormat, as_values, clear, item_size
+from polytempo.compression.encoding import ByteArray, Code, NumberFormat, as_values, clear
 from polytempo.errors import PeerError
 
 
@@ -51,9 +51,6 @@ class Sign(Code):
         if form.on_host:
             return _signed(scale, torch.from_numpy(numpy.unpackbits(bits.numpy(), count=form.size)), form)
         return _signed(scale.to(device), _unpacked_on_device(bits.to(device), form.size), form)
-
-    def stated_bytes(self, form: NumberFormat) -> int:
-        return item_size(form.wide) + -(-form.size // 8)
 
 
 def _scale(held: torch.Tensor, form: NumberFormat) -> torch.Tensor:

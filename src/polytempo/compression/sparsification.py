@@ -33,7 +33,6 @@ from polytempo.compression.encoding import (
     Whole,
     as_values,
     clear,
-    item_size,
     magnitudes,
     narrow,
     round_down,
@@ -46,19 +45,25 @@ SAMPLE = 1 << 14
 SIZE_LIMIT = 1 << 31
 
 
+class _Selection(Code):
+    buffers = 2
+
+    def check(self, form: NumberFormat) -> None:
+        if form.size > SIZE_LIMIT:
+            raise UsageError(
+                f"expected at most {SIZE_LIMIT} values in one tensor, got {form.size}; use a cast or more servers"
+            )
+
+
 @dataclass(frozen=True)
-class TopK(Code):
+class TopK(_Selection):
     """The largest values."""
 
     density: float
-    buffers = 2
 
     @property
     def text(self) -> str:
         return f"topk:{_number(self.density)}"
-
-    def check(self, form: NumberFormat) -> None:
-        _check_size(form)
 
     @cached_property
     def share(self) -> Fraction:
@@ -77,23 +82,16 @@ class TopK(Code):
     def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
         return _unpack(buffers, self.count(form.size), form, device)
 
-    def stated_bytes(self, form: NumberFormat) -> int:
-        return self.count(form.size) * (4 + item_size(form.wire))
-
 
 @dataclass(frozen=True)
-class Significant(Code):
+class Significant(_Selection):
     """The values beyond a threshold."""
 
     threshold: float
-    buffers = 2
 
     @property
     def text(self) -> str:
         return f"significant:{_number(self.threshold)}"
-
-    def check(self, form: NumberFormat) -> None:
-        _check_size(form)
 
     def encode(self, held: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:
         bound = int(magnitudes(torch.tensor([round_down(self.threshold, form.wide)], dtype=form.wide)))
@@ -102,9 +100,6 @@ class Significant(Code):
 
     def decode(self, buffers: Sequence[ByteArray], form: NumberFormat, device: torch.device) -> torch.Tensor:
         return _unpack(buffers, buffers[0].nbytes // 4, form, device)
-
-    def stated_bytes(self, form: NumberFormat) -> None:
-        return None
 
 
 def largest(values: Whole, count: int) -> Whole:
@@ -151,11 +146,6 @@ def _candidates(values: Whole, count: int) -> Whole | None:
 
 def _number(value: float) -> str:
     return repr(value).removesuffix(".0").replace("e+", "e")
-
-
-def _check_size(form: NumberFormat) -> None:
-    if form.size > SIZE_LIMIT:
-        raise UsageError(f"expected at most {SIZE_LIMIT} values in one tensor, got {form.size}; use a cast or more servers")
 
 
 def _pack(held: torch.Tensor, where: torch.Tensor, form: NumberFormat) -> list[torch.Tensor]:

@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from polytempo.collectives.chunking import GRAIN, cuts
 from polytempo.collectives.cost import Speeds, choose
 from polytempo.collectives.plans import plan_for
-from polytempo.collectives.steps import Place, Put, Send
+from polytempo.collectives.steps import GRAIN, Place, Put, Send, cuts
 from polytempo.strategy.costs import Machine, ModelProfile
 from polytempo.strategy.parallel_plan import ParallelPlan, stage_sum, tied_groups
 

@@ -36,7 +36,8 @@ def start_values(start: str, seed: int, ids: torch.Tensor, dim: int, dtype: torc
     if name == "zeros" or not dim:
         return result
     make = _uniform if name == "uniform" else _normal
-    keys = mix(ids.numpy().astype(numpy.uint64) + numpy.uint64(_mixed(seed & WORD)))
+    mixed = mix(numpy.array([((seed & WORD) + GOLDEN) & WORD], dtype=numpy.uint64))
+    keys = mix(ids.numpy().astype(numpy.uint64) + mixed[0])
     rows = max(1, BLOCK // dim)
     for first in range(0, ids.numel(), rows):
         result[first : first + rows] = torch.from_numpy(make(keys[first : first + rows], dim, scale))
@@ -53,19 +54,10 @@ def mix(words: Words) -> Words:
     return words
 
 
-def _mixed(word: int) -> int:
-    return int(mix(numpy.array([(word + GOLDEN) & WORD], dtype=numpy.uint64))[0])
-
-
-def _hashes(keys: Words, columns: int) -> Words:
-    steps = numpy.arange(1, columns + 1, dtype=numpy.uint64) * numpy.uint64(GOLDEN)
-    words: Words = keys[:, None] + steps
-    return mix(words)
-
-
 def _units(keys: Words, columns: int) -> Numbers:
     """From 0 to 1, without 1."""
-    numbers: Numbers = (_hashes(keys, columns) >> numpy.uint64(11)).astype(numpy.float64)
+    words: Words = keys[:, None] + numpy.arange(1, columns + 1, dtype=numpy.uint64) * numpy.uint64(GOLDEN)
+    numbers: Numbers = (mix(words) >> numpy.uint64(11)).astype(numpy.float64)
     numbers *= 2.0**-53
     return numbers
 

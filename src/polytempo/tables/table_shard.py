@@ -9,6 +9,8 @@ of fewer bits are rounded once in each update.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,13 +18,11 @@ import torch
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.values import TableInfo
-from polytempo.tables.clocks import Changes, RangeClocks
-from polytempo.tables.index import HashIndex, RangeIndex
+from polytempo.tables.index import HashIndex, RangeIndex, gathered, grown, lazy_zeros, scatter
 from polytempo.tables.initializers import start_values
 from polytempo.tables.routing import range_ids, range_slots
 from polytempo.tables.row_batches import RowBatch, combined, squeezed
 from polytempo.tables.row_batches import RowPush as RowPush
-from polytempo.tables.row_memory import gathered, grown, lazy_zeros, scatter
 from polytempo.tables.row_optimizers import checked_hyper, rule
 from polytempo.tables.validation import DTYPES, Checks
 
@@ -42,12 +42,6 @@ class RowStore:
         self.state: dict[str, torch.Tensor] = {}  # made when a rule first needs it
         self.versions = lazy_zeros(self.index.capacity if info.mirrored else 0, 1, torch.int64)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the rows that exist and of the index; the system holds more, by parts of pages."""
-        width = sum(int(rows.shape[1]) * int(rows.element_size()) for rows in self.columns().values())
-        return self.index.nbytes + self.index.count * width
-
     def columns(self) -> dict[str, torch.Tensor]:
         """All that is kept of a row, by its name in a checkpoint."""
         state = {f"state.{name}": rows for name, rows in self.state.items()}
@@ -61,7 +55,11 @@ class RowStore:
         """The slots of these rows, which exist from now on."""
         before = self.index.count
         slots, fresh = self.index.touch(ids)
-        self._grow(before)
+        capacity = self.index.capacity
+        self.values = grown(self.values, before, capacity)
+        self.state = {name: grown(rows, before, capacity) for name, rows in self.state.items()}
+        if self._info.mirrored:
+            self.versions = grown(self.versions, before, capacity)
         if self._info.start != "zeros" and bool(fresh.any()):
             self.values[slots[fresh]] = self.initial(ids[fresh])
         return slots
@@ -81,13 +79,6 @@ class RowStore:
         if name not in self.state:
             self.state[name] = lazy_zeros(self.index.capacity, width, self._wide)
         return self.state[name]
-
-    def _grow(self, used: int) -> None:
-        capacity = self.index.capacity
-        self.values = grown(self.values, used, capacity)
-        self.state = {name: grown(rows, used, capacity) for name, rows in self.state.items()}
-        if self._info.mirrored:
-            self.versions = grown(self.versions, used, capacity)
 
 
 class TableShard:
@@ -110,11 +101,6 @@ class TableShard:
     def count(self) -> int:
         """Rows that exist: those that were pushed to, filled or loaded."""
         return self._store.index.count
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the rows that exist and of the index."""
-        return self._store.nbytes
 
     # Reading.
 
@@ -153,19 +139,21 @@ class TableShard:
 
     def version_of(self, start: int, stop: int) -> int:
         """The newest version in which a push covered any of these ids; -1 for none."""
-        return self._newest.highest(*self._keys(start, stop)).get(NEWEST, -1)
+        self.checks.span(start, stop)
+        return self._newest.highest(start, stop).get(NEWEST, -1)
 
     def clock(self, start: int, stop: int) -> dict[int, int]:
         """For each worker the step whose push has reached all these ids."""
-        return self._clocks.lowest(*self._keys(start, stop))
+        self.checks.span(start, stop)
+        return self._clocks.lowest(start, stop)
 
     # Writing.
 
     def fill(self, ids: torch.Tensor, values: torch.Tensor, version: int = 0) -> None:
         """Set these rows; their optimizer state stays."""
         self.checks.rows(ids, values)
-        unique, rows = squeezed_last(ids, values)
-        self._set(self._store.touch(unique), rows, version)
+        rows = squeezed(ids, values, 1.0, "last")  # of several under one id the last
+        self._set(self._store.touch(rows.ids), rows.values, version)
 
     def update(self, pushes: Sequence[RowPush], hyper: Mapping[str, float], rate: float, version: int) -> None:
         """One update with these pushes, whose rows the rule combines. Nothing is changed where one is refused.
@@ -176,14 +164,16 @@ class TableShard:
         if not pushes:
             return
         self.steps += 1
-        how = self.rule.combine
         spans = {push.span for push in pushes}
-        total = combined([self._rows(push, how) for push in pushes], how)
+        total = combined([self._rows(push) for push in pushes], self.rule.combine)
         span = pushes[0].span if len(spans) == 1 else None
         slots = self._store.touch_span(*span) if span else self._store.touch(total.ids)
         self._apply(slots, total.values, {**options, "step": float(self.steps)}, rate, version)
         for push in pushes:
-            self._stamp(push, version)
+            if push.worker >= 0:  # a range stamps its ids; a list of ids stamps them all
+                start, stop = push.span or (0, self._clocks.keys)
+                self._clocks.set(push.worker, start, stop, push.step)
+                self._newest.set(NEWEST, start, stop, version)
 
     def _checked(self, pushes: Sequence[RowPush], hyper: Mapping[str, float]) -> dict[str, float]:
         for push in pushes:
@@ -195,12 +185,12 @@ class TableShard:
         except UsageError as error:
             raise PeerError(f"table {self.info.name!r}: {error}") from None
 
-    def _rows(self, push: RowPush, how: str) -> RowBatch:
+    def _rows(self, push: RowPush) -> RowBatch:
         values = push.values.to(self.wide)
         if push.span is not None:
             return RowBatch(range_ids(*push.span, self.shard, self.shards), values, push.weight)
         assert push.ids is not None
-        return squeezed(push.ids, values, push.weight, how)
+        return squeezed(push.ids, values, push.weight, self.rule.combine)
 
     def _apply(self, slots: Slots, pushed: torch.Tensor, hyper: dict[str, float], rate: float, version: int) -> None:
         rows = _taken(self._store.values, slots).to(self.wide)
@@ -216,20 +206,6 @@ class TableShard:
         if self.info.mirrored:
             self._store.versions[slots] = version
             self._changes.add(version, slots, self.count)
-
-    # Clocks.
-
-    def _keys(self, start: int, stop: int) -> tuple[int, int]:
-        self.checks.span(start, stop)
-        return start, stop
-
-    def _stamp(self, push: RowPush, version: int) -> None:
-        """A range stamps its ids; a list of ids stamps them all."""
-        if push.worker < 0:
-            return
-        start, stop = push.span or (0, self._clocks.keys)
-        self._clocks.set(push.worker, start, stop, push.step)
-        self._newest.set(NEWEST, start, stop, version)
 
     # Checkpoints.
 
@@ -276,7 +252,6 @@ class TableShard:
         self.steps = steps
 
     def _own(self, part: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The rows of a saved part that belong to this shard."""
         needed = ("ids", "steps", "values", *(("versions",) if self.info.mirrored else ()))
         missing = [name for name in needed if name not in part]
         if missing:
@@ -300,7 +275,123 @@ def _taken(whole: torch.Tensor, slots: Slots) -> torch.Tensor:
     return whole[slots] if isinstance(slots, slice) else gathered(whole, slots)
 
 
-def squeezed_last(ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each id once; of several rows the last."""
-    rows = squeezed(ids, values, 1.0, "last")
-    return rows.ids, rows.values
+# Versions and clocks of a table: which rows changed since a version, and which step of each worker has reached which keys.
+#
+# `Changes`. A version for each slot would be enough, but reading it takes a pass over all rows. So the slots of the last
+# updates are kept as lists too, for workers that lag by little; others are answered from the versions.
+#
+# `RangeClocks` are vector clocks for ranges of keys instead of single keys, after Li et al. (OSDI 2014):
+#
+#     keys      0        10        25          100
+#     worker 0  |   7    |    9    |     7     |      set(0, 10, 25, 9) has cut one segment into three
+#     worker 1  |            4                 |
+#
+# A push stamps its range; segments at its ends are split, those inside vanish. Memory grows with the number of distinct
+# ranges, not of keys. Departs from the paper: neighbours with equal stamps are merged again.
+
+#: Slots that are kept as lists, if a table is small; of a large one a part of its rows.
+FEW = 1 << 16
+PART = 8
+
+
+class Changes:
+    """The slots of the last updates, newest last."""
+
+    def __init__(self) -> None:
+        self._updates: deque[tuple[int, torch.Tensor]] = deque()
+        self._kept = 0
+        self._lost = -1  # lists are complete for what came after this version
+
+    def add(self, version: int, slots: torch.Tensor | slice, rows: int) -> None:
+        """These slots have changed, of a table of `rows` rows. Versions do not decrease."""
+        limit = max(FEW, rows // PART)
+        if isinstance(slots, slice):
+            whole = slots.stop - slots.start > limit
+            slots = torch.arange(0) if whole else torch.arange(slots.start, slots.stop)
+            self._lost = version if whole else self._lost
+        self._updates.append((version, slots.clone()))  # they may be the memory of a push
+        self._kept += slots.numel()
+        while self._updates and (self._kept > limit or self._updates[0][0] <= self._lost):
+            self._lost, gone = max(self._lost, self._updates[0][0]), self._updates.popleft()[1]
+            self._kept -= gone.numel()
+
+    def forget(self, version: int) -> None:
+        """Rows were changed up to this version in ways that are not listed here."""
+        self._updates.clear()
+        self._kept, self._lost = 0, version
+
+    def since(self, version: int) -> torch.Tensor | None:
+        """The slots that changed after a version, each once; nothing where it is too long ago to know."""
+        if version < self._lost:
+            return None
+        later = [slots for at, slots in self._updates if at > version]
+        return torch.cat(later).unique() if later else torch.arange(0)
+
+
+#: The step of a worker that has never pushed there.
+NEVER = -1
+
+
+class RangeClocks:
+    """For each worker a step for each of the keys from 0 to `keys`, as segments."""
+
+    def __init__(self, keys: int) -> None:
+        if keys < 1:
+            raise UsageError(f"expected at least 1 key, got {keys}")
+        self.keys = keys
+        self._marks: dict[int, tuple[list[int], list[int]]] = {}  # where segments begin, and their steps
+
+    def set(self, worker: int, start: int, stop: int, step: int) -> None:
+        """This worker's `step` has reached the keys from `start` to `stop`."""
+        self._check(start, stop)
+        if start == stop:
+            return
+        starts, steps = self._marks.setdefault(worker, ([0], [NEVER]))
+        first, last = bisect_left(starts, start), bisect_left(starts, stop)
+        after = steps[last - 1]  # goes on where the stamp ends
+        new = [(start, step)]
+        if stop < self.keys and (last == len(starts) or starts[last] != stop):
+            new.append((stop, after))
+        starts[first:last] = [place for place, _ in new]
+        steps[first:last] = [value for _, value in new]
+        for place in range(min(first + len(new), len(starts) - 1), max(first, 1) - 1, -1):
+            if steps[place] == steps[place - 1]:
+                del starts[place], steps[place]
+
+    def lowest(self, start: int, stop: int) -> dict[int, int]:
+        """For each worker the step that has reached all these keys."""
+        return {worker: min(steps) for worker, steps in self._within(start, stop).items()}
+
+    def highest(self, start: int, stop: int) -> dict[int, int]:
+        """For each worker the newest step that has reached any of these keys."""
+        return {worker: max(steps) for worker, steps in self._within(start, stop).items()}
+
+    def segments(self, worker: int) -> list[tuple[int, int, int]]:
+        """Its segments in order: start, stop, step. They cover all keys."""
+        starts, steps = self._marks.get(worker, ([0], [NEVER]))
+        return list(zip(starts, [*starts[1:], self.keys], steps, strict=True))
+
+    def saved(self) -> list[list[int]]:
+        """As plain data: worker, start, stop, step, for all segments that were reached."""
+        return [
+            [worker, *segment] for worker in sorted(self._marks) for segment in self.segments(worker) if segment[2] != NEVER
+        ]
+
+    def load(self, saved: Sequence[Sequence[int]]) -> None:
+        """Load what `saved` returned."""
+        self._marks.clear()
+        for worker, start, stop, step in saved:
+            self.set(worker, start, stop, step)
+
+    def _within(self, start: int, stop: int) -> dict[int, list[int]]:
+        self._check(start, stop)
+        if start == stop:
+            return {}
+        return {
+            worker: steps[bisect_right(starts, start) - 1 : bisect_left(starts, stop)]
+            for worker, (starts, steps) in self._marks.items()
+        }
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.keys:
+            raise UsageError(f"expected a range inside 0 to {self.keys}, got {start} to {stop}")

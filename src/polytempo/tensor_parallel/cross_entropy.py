@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polytempo.errors import UsageError
-from polytempo.tensor_parallel.embedding import check_ids
 from polytempo.tensor_parallel.group import TensorGroup
+from polytempo.tensor_parallel.layers import check_ids
 from polytempo.tensor_parallel.mappings import reduce_from
 
 LossFunction = Callable[..., Tensor]

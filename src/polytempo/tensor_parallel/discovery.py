@@ -150,21 +150,18 @@ class Discovery:
             self._try(module, name, Style("vocab"))
 
     def _custom(self, module: nn.Module, name: str) -> None:
-        reads = _reads_weights(type(module))
+        # Does its forward, or a method that that calls, read an attribute `weight`?
+        reads = any({"weight", "in_proj_weight"} & set(code.co_names) for code in _codes(type(module)))
         for inside, child in _held(module, name):
             if reads and isinstance(child, (nn.Linear, nn.Embedding, nn.MultiheadAttention)):
                 self._seen.add(id(child))
                 self.whole[inside] = f"the code of {type(module).__name__} may read its weight directly; a dict can split it"
             elif type(child) is nn.Sequential and inside not in self._fixed and _takes_apart(type(module), inside):
-                self._steps(child, inside)
+                self._seen.add(id(child))
+                for name_of_step, step in _held(child, inside):  # which may be called one by one: each by itself
+                    self._visit(step, name_of_step)
             else:
                 self._visit(child, inside)
-
-    def _steps(self, chain: nn.Sequential, name: str) -> None:
-        """The members of a chain that may be called one by one: each by itself."""
-        self._seen.add(id(chain))
-        for inside, member in _held(chain, name):
-            self._visit(member, inside)
 
     def _try(self, module: nn.Module, name: str, style: Style) -> None:
         problem = obstacle(module, style)
@@ -185,11 +182,6 @@ def _held(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _held(child, _joined(name, key))
         elif child is not None:
             yield _joined(name, key), child
-
-
-def _reads_weights(kind: type[nn.Module]) -> bool:
-    """Does the forward of a custom class, or a method that it calls, read an attribute `weight`?"""
-    return any({"weight", "in_proj_weight"} & set(code.co_names) for code in _codes(kind))
 
 
 def _takes_apart(kind: type[nn.Module], name: str) -> bool:

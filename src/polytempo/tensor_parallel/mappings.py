@@ -11,6 +11,7 @@ In a group of one rank all of them are the identity. Results are new tensors: ne
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,79 +22,61 @@ from polytempo.tensor_parallel.group import TensorGroup
 
 def copy_to(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Into a split region: each rank computes with the whole tensor, and the gradients of all are added."""
-    return tensor if group.size == 1 else _apply(_CopyTo, tensor, group)
+    return _mapped(tensor, group, -1, _same, _sum)
 
 
 def reduce_from(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Out of a split region: the sum of the ranks' terms."""
-    return tensor if group.size == 1 else _apply(_ReduceFrom, tensor, group)
+    return _mapped(tensor, group, -1, _sum, _same)
 
 
 def gather_from(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     """Out of a split region: the ranks' parts behind each other."""
-    return tensor if group.size == 1 else _apply(_GatherFrom, tensor, group, dim)
+    return _mapped(tensor, group, dim, _gathered, _part)
 
 
 def split_to(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     """Into a split region: this rank's part, of parts of equal size."""
-    return tensor if group.size == 1 else _apply(_SplitTo, tensor, group, dim)
+    return _mapped(tensor, group, dim, _part, _gathered)
 
 
-def part_of(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """This rank's part, as a view."""
-    each = tensor.shape[dim] // group.size
-    return tensor.narrow(dim, group.rank * each, each)
+#: What becomes of a tensor: (tensor, group, dimension, is it a gradient).
+TensorMap = Callable[[Tensor, TensorGroup, int, bool], Tensor]
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
-    return result
+def _same(tensor: Tensor, group: TensorGroup, dim: int, backward: bool) -> Tensor:
+    return tensor if backward else tensor.view_as(tensor)
 
 
-def _summed(tensor: Tensor, group: TensorGroup, backward: bool) -> Tensor:
+def _sum(tensor: Tensor, group: TensorGroup, dim: int, backward: bool) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total, backward=backward)
     return total
 
 
-class _CopyTo(torch.autograd.Function):  # type: ignore[misc]
+def _gathered(tensor: Tensor, group: TensorGroup, dim: int, backward: bool) -> Tensor:
+    return group.all_gather(tensor, dim, backward)
+
+
+def _part(tensor: Tensor, group: TensorGroup, dim: int, backward: bool) -> Tensor:
+    each = tensor.shape[dim] // group.size
+    part = tensor.narrow(dim, group.rank * each, each)
+    return part if backward else part.clone()  # a result is no view of what it was made of
+
+
+class _Mapping(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _summed(grad, ctx.group, True), None
-
-
-class _ReduceFrom(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        return _summed(tensor, group, False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-class _GatherFrom(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.all_gather(tensor, dim)
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, there: TensorMap, back: TensorMap) -> Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return there(tensor, group, dim, False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return part_of(grad, ctx.group, ctx.dim), None, None
+        return ctx.back(grad, ctx.group, ctx.dim, True), None, None, None, None
 
 
-class _SplitTo(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return part_of(tensor, group, dim).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.group.all_gather(grad, ctx.dim, backward=True), None, None
+def _mapped(tensor: Tensor, group: TensorGroup, dim: int, there: TensorMap, back: TensorMap) -> Tensor:
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Mapping.apply(tensor, group, dim, there, back)
+    return result

@@ -21,13 +21,10 @@ from typing import Any
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.tensor_parallel.attention import HeadsAttention
 from polytempo.tensor_parallel.cross_entropy import as_cross_entropy
 from polytempo.tensor_parallel.discovery import Discovery
-from polytempo.tensor_parallel.embedding import VocabularyEmbedding
 from polytempo.tensor_parallel.group import TensorGroup
-from polytempo.tensor_parallel.layers import ColumnLinear, RowLinear
-from polytempo.tensor_parallel.shard_random import ShardDropout
+from polytempo.tensor_parallel.layers import ColumnLinear, HeadsAttention, RowLinear, ShardDropout, VocabularyEmbedding
 from polytempo.tensor_parallel.sharding import Sharding
 from polytempo.tensor_parallel.styles import Style, divided, obstacle, read_styles, shardings
 

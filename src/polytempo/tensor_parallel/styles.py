@@ -142,7 +142,6 @@ def _read_style(pattern: str, value: Any, module: nn.Module) -> Style:
 
 
 def _of_torch(pattern: str, value: Any, module: nn.Module) -> Style:
-    """From a `ParallelStyle` of torch, by its layouts."""
     kind = type(value).__name__
     if kind not in ("ColwiseParallel", "RowwiseParallel"):
         raise UsageError(f"expected ColwiseParallel() or RowwiseParallel() for {pattern!r}, got {kind}; use a word of ours")

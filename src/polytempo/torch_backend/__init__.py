@@ -2,10 +2,8 @@
 
     register.py        registers the back end, before or after torch is imported
     process_group.py   a process group of torch: rendezvous, point-to-point messages, collectives, shutdown
-    work.py            the `Work` of a call, and its future
+    work.py            the `Work` of a call, and its future; errors that are torch's and Polytempo's at once
     device_backends.py other back ends beside it, one for each device: `"cpu:polytempo,cuda:nccl"`
-    uncompiled.py      keeps torch's compiler out of both
-    errors.py          errors that are torch's and Polytempo's at once
 
 Every group of torch has links and a progress engine of its own. A call is handed to the progress thread and returns at once;
 callbacks of its future run in a third thread, so that they may wait for other calls.

@@ -11,15 +11,45 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from polytempo.errors import UsageError
+from polytempo.lazy_imports import when_imported
 from polytempo.torch_backend.register import DEVICES, NAME
-from polytempo.torch_backend.uncompiled import leave_uncompiled
+
+Class = TypeVar("Class", bound=type)
+
+#: The compiler, which most scripts load with their first optimizer, and some never.
+COMPILER = "torch._dynamo"
+
+
+def leave_uncompiled(made: Class, also: Sequence[str] = ()) -> Class:
+    """Keep the compiler out of the public methods of a class, as soon as it is loaded.
+
+    Torch calls a group and its `Work` from C++, also while a model is compiled (`torch.compile(DDP(model))`). The compiler
+    then takes these calls for the user's code, and fails at the first attribute of a group, an opaque object to it.
+
+    Args:
+        made: The class.
+        also: Names with an underscore that torch calls.
+
+    Returns:
+        The class.
+    """
+
+    def mark(compiler: ModuleType) -> None:
+        for name, method in list(vars(made).items()):
+            if isinstance(method, FunctionType) and (not name.startswith("_") or name in also):
+                setattr(made, name, compiler.disable(method))
+
+    when_imported(COMPILER, mark)
+    return made
+
 
 #: torch's function that makes a group, and its variable with the back end of each device.
 MAKER, CONFIG = "_new_process_group_helper", "backend_config"
@@ -93,7 +123,9 @@ def _made(options: Any, ranks: Sequence[int], device: str, name: str) -> Process
     if name == "nccl":
         if not dist.is_nccl_available():
             raise UsageError(f"{device}:nccl was asked for, and this torch has no NCCL; use {device}:{NAME}")
-        kind, backend = ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(*place, _nccl_options(options, ranks))
+        made = dist.ProcessGroupNCCL.Options()
+        made._timeout, made.global_ranks_in_group, made.group_name = options.timeout, list(ranks), options.group_id
+        kind, backend = ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(*place, made)
     elif name == "gloo":
         timeout: timedelta = options.timeout
         kind, backend = ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(*place, timeout)
@@ -104,12 +136,6 @@ def _made(options: Any, ranks: Sequence[int], device: str, name: str) -> Process
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)
     return group
-
-
-def _nccl_options(options: Any, ranks: Sequence[int]) -> Any:
-    made = dist.ProcessGroupNCCL.Options()
-    made._timeout, made.global_ranks_in_group, made.group_name = options.timeout, list(ranks), options.group_id
-    return made
 
 
 def hands_over(group: type) -> type:
@@ -132,7 +158,6 @@ def _handing_over(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _device_of(arguments: Any) -> str:
-    """The type of the device of the first tensor."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             return str(argument.device.type)

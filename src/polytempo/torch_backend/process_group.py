@@ -31,9 +31,8 @@ from polytempo.errors import PeerError, PolytempoError, UsageError
 from polytempo.launcher.job_facts import way_of
 from polytempo.session.session import watching_job
 from polytempo.torch_backend.device_backends import hands_over, make_beside, others_asked_for, register_devices
-from polytempo.torch_backend.errors import as_torch_error
 from polytempo.torch_backend.register import NAME
-from polytempo.torch_backend.work import KEPT, TaskWork
+from polytempo.torch_backend.work import KEPT, TaskWork, as_torch_error
 from polytempo.transport.deadline import RankWatch
 
 #: Tags of the messages of monitored barriers count down from here, one for each barrier: a late rank finds its own answer.

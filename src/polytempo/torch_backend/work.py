@@ -1,4 +1,4 @@
-"""The `Work` of a call: wait, result, error and future.
+"""The `Work` of a call: wait, result, error and future; and errors that are torch's and Polytempo's at once.
 
 Where tensors are on a GPU, `wait()` lets the current stream wait for the call's result, as the `Work` of NCCL does. The host
 waits only until the call was handed to the GPU, on all ranks. Callbacks of the future run on a stream that waits for it.
@@ -20,17 +20,43 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.distributed import DistBackendError
 
 from polytempo.collectives.tasks import Task
-from polytempo.errors import PolytempoError
-from polytempo.torch_backend.errors import as_torch_error
-from polytempo.torch_backend.uncompiled import leave_uncompiled
+from polytempo.errors import PeerError, PolytempoError, UsageError
+from polytempo.torch_backend.device_backends import leave_uncompiled
 
 #: Seconds that callbacks of futures have left when the process ends.
 LAST_JOBS = 5.0
 #: As many of a group's works that were dropped unawaited are kept, with results of one element: a script may forget each of
 #: its works, and C++ waits for one in each step, and reads a number from it.
 KEPT = 64
+
+# Errors of the back end: each is an error of torch and one of Polytempo, so that either `except` clause catches it.
+
+
+class GroupError(PeerError, DistBackendError):  # type: ignore[misc]
+    """Another rank is lost, late, or made a different call."""
+
+
+class CallError(UsageError, ValueError, RuntimeError):
+    """A call with wrong arguments: a ValueError and a RuntimeError, since torch's back ends raise either."""
+
+
+def as_torch_error(error: Exception, ranks: Sequence[int]) -> Exception:
+    """The same text as an error of torch; in a group of some ranks with their ranks in the job, since numbers are the
+    group's.
+    """
+    text = str(error)
+    if list(ranks) != list(range(len(ranks))):
+        text += f" (in the group of ranks {', '.join(map(str, ranks))}, where they count from 0)"
+    if " has waited " in text:
+        text += "; that was the timeout of the group or of the call"
+    if isinstance(error, PeerError):
+        return GroupError(text)
+    if isinstance(error, UsageError):
+        return CallError(text)
+    return error
 
 
 @leave_uncompiled
@@ -105,7 +131,8 @@ class TaskWork(Work):
         with self._lock:
             self._awaited = True
             if self._future is None:
-                source = torch.futures.Future(devices=_devices(self._results))
+                devices = {tensor.device for tensor in _tensors(self._results) if tensor.device.type != "cpu"}
+                source = torch.futures.Future(devices=sorted(devices, key=str))
                 self._future = source.then(self._value)  # an error raised there reaches C++ too
                 if self._tasks[-1].done:
                     source.set_result(None)  # in this thread: nothing hangs on it yet
@@ -124,10 +151,6 @@ class TaskWork(Work):
 
 def _tensors(results: Sequence[Any]) -> list[torch.Tensor]:
     return [tensor for result in results for tensor in (result if isinstance(result, list) else [result])]
-
-
-def _devices(results: Sequence[Any]) -> list[torch.device]:
-    return sorted({tensor.device for tensor in _tensors(results) if tensor.device.type != "cpu"}, key=str)
 
 
 class _CallbackThreads:

@@ -9,46 +9,36 @@ values that forward saw. The optimizer and its state are this worker's own.
 
 from __future__ import annotations
 
-from typing import Any
-
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.pair_exchange import PairExchange
-from polytempo.sync.machine import AddStep, AskPartner, Begin, SendPush, Snapshot, StepHere, WorkerMachine
-from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
-from polytempo.train.gossip import LocalStep, changes_since
+from polytempo.sync.machine import AddStep, AskPartner, Snapshot, WorkerMachine
+from polytempo.train.driver import LivePerforms
+from polytempo.train.gossip import OwnModelUpdate
 from polytempo.train.update import Wrapped
 from polytempo.transport.buffer_pool import Pool
 
 
-class PairUpdate(MachineUpdate):
+class PairUpdate(OwnModelUpdate):
     """Local steps, with averages of pairs beside them."""
 
     def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
-        self._wrapped, self._neighbours = wrapped, reducer
-        self._local = LocalStep(wrapped, reducer)
         self._seen = FlatBuffer(reducer.layout, Pool(), pinned=False)  # the snapshot; in a step, the change since then
         self._exchange: PairExchange | None = None
         if reducer.session.size > 1:
             self._exchange = PairExchange(reducer, machine)
             reducer.session.flushing.append(self._leave)
-        super().__init__(machine, reducer)
+        super().__init__(wrapped, reducer, machine)
         self.start()
 
     def performs(self) -> LivePerforms:
         return {
-            Begin: nothing,  # all have the first worker's values
+            **super().performs(),
             AskPartner: self._ask,
             Snapshot: self._snapshot,
-            StepHere: self._step_here,
             AddStep: self._add_step,
-            SendPush: self._push,
         }
-
-    def step(self, request: StepRequest) -> Any:
-        self._neighbours.restore()
-        return super().step(request)
 
     def _ask(self, order: AskPartner) -> None:
         if self._exchange is not None:
@@ -59,15 +49,9 @@ class PairUpdate(MachineUpdate):
             self._exchange.snapshot(self._seen)
             self._neighbours.copier.scatter({0: self._seen.parts[0]})
 
-    def _step_here(self, order: StepHere) -> None:
-        self._result = self._local.make(self._request)
-
     def _add_step(self, order: AddStep) -> None:
         if self._exchange is not None:
-            self._exchange.add(changes_since(self._seen, self._neighbours.copier))
-
-    def _push(self, order: SendPush) -> None:
-        self._neighbours.begin(None, self._wrapped.hyper(), self._request.measures, skip=self._request.skip)
+            self._exchange.add(self._changes_since(self._seen))
 
     def _wait(self) -> None:
         """For the reply to what was asked; or, where there is none to come, for the release."""

@@ -12,7 +12,6 @@ their log.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +24,12 @@ from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.actions import Release
 from polytempo.sync.downpour import LocalSteps
 from polytempo.sync.machine import (
-    ASKED,
-    FETCHED,
     AskAgain,
+    Asked,
     Begin,
     Computed,
     EndBlock,
+    Fetched,
     Install,
     RequestValues,
     SendPush,
@@ -92,7 +91,7 @@ class DownpourUpdate(MachineUpdate):
         self._fetch: ParameterFetch | None = None
         self._basis = Basis(reducer.client_state.version, reducer.step - 1)
         reducer.pulls = False  # values are fetched; those of an answer would undo local steps
-        reducer.client_state.take = _ignore
+        reducer.client_state.take = lambda parts, absent: None
         super().__init__(machine, reducer)
         reducer.session.flushing.append(self.flush)
         reducer.before_read = self.flush
@@ -103,7 +102,7 @@ class DownpourUpdate(MachineUpdate):
             Begin: nothing,
             StepHere: self._step_here,
             SendPush: self._push,
-            AskAgain: lambda order: self._tell(ASKED),
+            AskAgain: lambda order: self._tell(Asked()),
             RequestValues: self._request_values,
             Install: self._install,
         }
@@ -144,7 +143,6 @@ class DownpourUpdate(MachineUpdate):
         copier.watch.record()
 
     def _rates(self) -> dict[int, float]:
-        """The rate of a local step, for each parameter."""
         infos = self._reducer.spec.tensors
         own, groups = self._local.alpha, self._wrapped.optimizer.param_groups
         return {i: float(groups[info.group]["lr"]) if own is None else own for i, info in enumerate(infos)}
@@ -183,7 +181,7 @@ class DownpourUpdate(MachineUpdate):
             moved = client.connections.moved()
             if len(fetch.reading.answers) == client.shards:
                 fetch.arrived = True
-                self._tell(FETCHED)
+                self._tell(Fetched())
             elif moved != fetch.moved:
                 fetch.quiet_since, fetch.moved = now, moved
             elif now - fetch.quiet_since > client.retry:
@@ -202,19 +200,11 @@ class DownpourUpdate(MachineUpdate):
         self._basis = Basis(reducer.client_state.version, contained)
         self._sent = [(number, missing) for number, missing in self._sent if number > contained]
         unsent = [(self._rates(), self._sum.views())] if self._sum else []
-        self._again([missing for _, missing in self._sent] + unsent)
-
-    def _again(self, missing: Sequence[Missing]) -> None:
-        """Local steps that fetched values lack, in their order, each at the rate that it was pushed with."""
-        params = self._reducer.copier.params
-        for rates, gradients in missing:
+        params = reducer.copier.params
+        for rates, gradients in [missing for _, missing in self._sent] + unsent:  # in their order, at the rates of then
             for index, gradient in gradients.items():
                 params[index].add_(gradient.to(params[index].device), alpha=-rates[index])
-        self._reducer.copier.watch.record()
-
-
-def _ignore(parts: object, absent: object) -> None:
-    pass
+        reducer.copier.watch.record()
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

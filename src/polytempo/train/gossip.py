@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from polytempo.profile_ranges import profiled
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
+from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gossip_exchange import GossipExchange
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.sync.machine import AddStep, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
@@ -24,73 +24,72 @@ from polytempo.train.update import Wrapped, step_unwrapped
 from polytempo.transport.buffer_pool import Pool
 
 
-class LocalStep:
-    """A step of the wrapped optimizer on this worker's own gradients."""
+class OwnModelUpdate(MachineUpdate):
+    """Steps of the wrapped optimizer on this worker's own model and gradients; the pushes carry no data."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer) -> None:
-        self._wrapped, self._reducer = wrapped, reducer
-
-    def make(self, request: StepRequest) -> Any:
-        """Make it, unless it is to be skipped; what the closure returned."""
-        if request.skip or request.measures.samples == 0:
-            return None
-        wrapped, reducer, loss = self._wrapped, self._reducer, None
-        wrapped.clip()
-        request.measures.nonfinite = wrapped.finite.check(reducer.gradients()[0], reducer.step)
-        if request.closure is None:
-            step_unwrapped(wrapped.optimizer)
-        else:
-            with torch.enable_grad():
-                loss = wrapped.optimizer.step(request.closure)
-        reducer.copier.watch.record()
-        return loss
-
-
-def changes_since(before: FlatBuffer, copier: Copier) -> FlatBuffer:
-    """What the parameters have changed since they were these values, in the same memory."""
-    copier.subtract_from_values(before)
-    return before
-
-
-class GossipUpdate(MachineUpdate):
-    """Local steps, mixed with those of neighbours."""
-
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine, overlap: bool) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
         self._wrapped, self._neighbours = wrapped, reducer
-        self._local, self._exchange = LocalStep(wrapped, reducer), GossipExchange(reducer)
-        # The model when it was sent, where that is before the step; in the step, the change since then.
-        self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False) if overlap else None
         super().__init__(machine, reducer)
-        reducer.session.flushing.append(self._leave)
-        self.start()
 
     def performs(self) -> LivePerforms:
         return {
             Begin: nothing,  # all have the first worker's values
-            SendModel: lambda order: self._exchange.send(order.row, order.step),
-            Snapshot: self._snapshot,
             StepHere: self._step_here,
-            AddStep: nothing,  # the optimizer has changed the parameters
             SendPush: self._push,
-            Mix: self._mix,
         }
 
     def step(self, request: StepRequest) -> Any:
         self._neighbours.restore()
         return super().step(request)
 
-    def _snapshot(self, order: Snapshot) -> None:
-        if self._sent is not None:
-            self._neighbours.copier.gather(self._sent, lambda param: param.detach())
-
     def _step_here(self, order: StepHere) -> None:
-        self._result = self._local.make(self._request)
+        request, wrapped, reducer = self._request, self._wrapped, self._neighbours
+        if request.skip or request.measures.samples == 0:
+            return
+        wrapped.clip()
+        request.measures.nonfinite = wrapped.finite.check(reducer.gradients()[0], reducer.step)
+        if request.closure is None:
+            step_unwrapped(wrapped.optimizer)
+        else:
+            with torch.enable_grad():
+                self._result = wrapped.optimizer.step(request.closure)
+        reducer.copier.watch.record()
 
     def _push(self, order: SendPush) -> None:
         self._neighbours.begin(None, self._wrapped.hyper(), self._request.measures, skip=self._request.skip)
 
+    def _changes_since(self, before: FlatBuffer) -> FlatBuffer:
+        """What the parameters have changed since they were these values, in the same memory."""
+        self._neighbours.copier.subtract_from_values(before)
+        return before
+
+
+class GossipUpdate(OwnModelUpdate):
+    """Local steps, mixed with those of neighbours."""
+
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine, overlap: bool) -> None:
+        self._exchange = GossipExchange(reducer)
+        # The model when it was sent, where that is before the step; in the step, the change since then.
+        self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False) if overlap else None
+        super().__init__(wrapped, reducer, machine)
+        reducer.session.flushing.append(self._leave)
+        self.start()
+
+    def performs(self) -> LivePerforms:
+        return {
+            **super().performs(),
+            SendModel: lambda order: self._exchange.send(order.row, order.step),
+            Snapshot: self._snapshot,
+            AddStep: nothing,  # the optimizer has changed the parameters
+            Mix: self._mix,
+        }
+
+    def _snapshot(self, order: Snapshot) -> None:
+        if self._sent is not None:
+            self._neighbours.copier.gather(self._sent, lambda param: param.detach())
+
     def _mix(self, order: Mix) -> None:
-        change = None if self._sent is None else changes_since(self._sent, self._neighbours.copier)
+        change = None if self._sent is None else self._changes_since(self._sent)
         with profiled("mix"):
             self._exchange.mix(order.row, order.step, order.lost, change)
 

@@ -17,7 +17,7 @@ element. The rest waits in the residual, which is as large as the array, on ever
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -209,7 +209,7 @@ class RowCompression:
     def choose(self, ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows to send now; ids are unique and ascending."""
         whole = self.residual[ids] + values
-        chosen = self._choice(_sizes(whole))
+        chosen = self._choice(whole.abs().nan_to_num(nan=inf, posinf=inf).amax(1))  # by the largest magnitude of each row
         sent = narrow(whole[chosen], self._form).to(self._form.dtype)
         whole[chosen] -= sent
         clear(whole)
@@ -225,11 +225,6 @@ class RowCompression:
             chosen[torch.sort(sizes, descending=True, stable=True)[1][: max(1, ceil(code.share * sizes.numel()))]] = True
             return chosen
         return torch.ones(sizes.numel(), dtype=torch.bool)
-
-
-def _sizes(rows: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row; NaN counts as infinite."""
-    return rows.abs().nan_to_num(nan=float("inf"), posinf=float("inf")).amax(1) if rows.numel() else rows.new_empty(0)
 
 
 class LocalArrays:
@@ -289,10 +284,11 @@ class KV:
 
     def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None) -> None:
         self._session = current()
-        self._spec = parse_spec(sync) if sync else self._session.job.spec
+        spec = parse_spec(sync) if sync else self._session.job.spec
         if not arrays:
             raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")
-        check_features(self._spec, Feature.KV)
+        check_features(spec, Feature.KV)
+        self._ahead = spec.capabilities.ahead
         self._tables = {name: ArrayTable(name, array) for name, array in arrays.items()}
         self._handles = {name: ArrayHandle(self, number, table) for number, (name, table) in enumerate(self._tables.items())}
         self._client = self._session.client
@@ -300,7 +296,7 @@ class KV:
         if self._client is None and self._session.size > 1:
             raise UsageError("arrays live on servers, and this job has none; start it with polytempo run --servers 1")
         self._name = self._session.next_optimizer_id()
-        self._state = ClientState(self._name, ahead=self._spec.ahead)
+        self._state = ClientState(self._name, ahead=self._ahead)
         self.step = 0
         tables = list(self._tables.values())
         self._local = LocalArrays(tables) if self._client is None else None
@@ -308,13 +304,10 @@ class KV:
             self._rows = RowTraffic(self._client, self._name, tables)
             self._state.take_rows = self._rows.take
             with self._session.lock:
-                seed = lambda: (FirstValues(), self._no_data())  # noqa: E731
-                self._client.register(self._name, self._optimizer_spec(), seed, self._state)
-            self.step = self._state.released - self._spec.ahead
-
-    def _optimizer_spec(self) -> OptimizerSpec:
-        tables = tuple(table.info for table in self._tables.values())
-        return OptimizerSpec(sync=self._spec.text, apply="server", optimizer="", tensors=(), groups=(), tables=tables)
+                infos = tuple(table.info for table in tables)
+                made = OptimizerSpec(sync=spec.text, apply="server", optimizer="", tensors=(), groups=(), tables=infos)
+                self._client.register(self._name, made, lambda: (FirstValues(), self._no_data()), self._state)
+            self.step = self._state.released - self._ahead
 
     def _no_data(self) -> list[list[Any]]:
         assert self._client is not None
@@ -377,20 +370,19 @@ class KV:
                 client.wait_for_answer(self._name, step)
             return known.version
 
-        return Future(lambda: self._is_answered(step), result)
+        def done() -> bool:
+            with self._session.lock:
+                client.poll()
+            return step not in known.outstanding
 
-    def _is_answered(self, step: int) -> bool:
-        assert self._client is not None
-        with self._session.lock:
-            self._client.poll()
-        return step not in self._state.outstanding
+        return Future(done, result)
 
     def wait(self) -> None:
         """Wait until the mode lets this worker start its next step."""
         if self._client is None:
             return
         with self._session.lock:
-            if self._spec.ahead:
+            if self._ahead:
                 self._client.wait_for_release(self._name, self.step)
             else:
                 self._client.settle(self._name)

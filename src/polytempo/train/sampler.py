@@ -143,7 +143,6 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
         return self._training is True or (self._training is None and torch.is_grad_enabled())
 
     def _evenly(self) -> Iterator[int]:
-        """A pass over this worker's shard."""
         rest = self._rest()
         rank, size = self._shard or (self._session.rank, self._session.size)
         mine = iter([rest[place % len(rest)] for place in range(rank, self.each(len(rest)) * size, size)])
@@ -241,7 +240,7 @@ class DistributedSampler(EpochSampler):
     def __iter__(self) -> Iterator[int]:
         ledger = self._session.ledger
         spec = ledger.spec
-        if spec is None or not spec.micro or not self.trains():
+        if spec is None or not spec.capabilities.micro or not self.trains():
             return self._evenly()
         if self._batch_size is None and ledger.ask is None:
             raise UsageError(
@@ -250,7 +249,7 @@ class DistributedSampler(EpochSampler):
             )
         self._check_unsplit(spec)
         size = self._batch_size or 0  # else step(samples=...) says how large they are
-        return self._dealt(BatchShape(size, spec.micro, self._drop_last), as_stream=True)
+        return self._dealt(BatchShape(size, spec.capabilities.micro, self._drop_last), as_stream=True)
 
     def __len__(self) -> int:
         """Samples of a whole epoch, also where a resumed job has only the rest of one before it."""
@@ -312,7 +311,7 @@ class DistributedBatchSampler(EpochSampler):
 
     def _least(self) -> int:
         spec = self._session.ledger.spec
-        return self._shape(spec).each if spec is not None and spec.micro else self.batch_size * self.parts
+        return self._shape(spec).each if spec is not None and spec.capabilities.micro else self.batch_size * self.parts
 
     def __iter__(self) -> Iterator[list[int]]:
         spec = self._session.ledger.spec
@@ -322,8 +321,8 @@ class DistributedBatchSampler(EpochSampler):
         return self._dealt(self._shape(spec), self._costs)
 
     def _shape(self, spec: Spec) -> BatchShape:
-        size = math.ceil(self.batch_size / spec.micro) if spec.micro else self.batch_size
-        return BatchShape(size, spec.micro, self.drop_last)
+        micro = spec.capabilities.micro
+        return BatchShape(math.ceil(self.batch_size / micro) if micro else self.batch_size, micro, self.drop_last)
 
     def __len__(self) -> int:
         """Batches of a whole epoch, on average over the workers; also where a resumed job has only the rest of one."""
@@ -331,11 +330,10 @@ class DistributedBatchSampler(EpochSampler):
         if not spec.capabilities.by_speed:
             return len(BatchSampler(range(self.each(self._length)), self.batch_size, self.drop_last))
         size, shape = self._session.size, self._shape(spec)
-        return math.ceil(shape.units(self._length) / size) if spec.micro else len(shape.joint_batches(self._length, size))
+        return math.ceil(shape.units(self._length) / size) if shape.micro else len(shape.joint_batches(self._length, size))
 
 
 def _shard_of(num_replicas: int | None, rank: int | None) -> ShardOf:
-    """Which shard of how many was asked for."""
     if num_replicas is None and rank is None:
         return None
     if num_replicas is None or rank is None or not 0 <= rank < num_replicas:

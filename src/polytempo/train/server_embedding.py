@@ -8,7 +8,7 @@ So a worker's memory and a step's bytes depend on the ids of the batch. `prefetc
 its rows come with the answer to the push, as the mode has them then. A row begins at its first touch, from the table's seed.
 
 On a GPU the ids of a batch are made unique where they are, and rows and gradients pass through pinned memory on a stream
-beside the one that computes (`row_copies.py`): prefetched rows are there when `forward` asks for them. Ids must reach the
+beside the one that computes (`RowCopies`): prefetched rows are there when `forward` asks for them. Ids must reach the
 host, since they are sent: those on a GPU cost a wait for it, in `prefetch` or in `forward`, but not in both.
 """
 
@@ -32,7 +32,7 @@ from polytempo.server.optimizer_state import dtype_name
 from polytempo.tables.row_batches import checked_ids, coalesce
 from polytempo.tables.row_optimizers import checked_hyper, rule
 from polytempo.tables.validation import check_table
-from polytempo.train.row_copies import RowCopies
+from polytempo.train.sparse_embedding import RowCopies
 
 MODES = (None, "sum", "mean")
 

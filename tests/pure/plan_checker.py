@@ -1,6 +1,14 @@
-"""What each collective must leave where, said a second time and without an algorithm, for `check.py`.
+"""Runs the plans of all ranks on symbols, and raises `PlanError` where they are wrong.
 
-At the start chunk c of rank r holds the part (r, c). At the end a chunk holds the sum of some parts.
+A chunk holds a list of parts, (rank, chunk) as at the start, instead of numbers: a sum that misses a part, or has it
+twice, is seen. Steps wait for messages of one named rank, or for a barrier, so any order of running gives the same
+result, but for memory that is shared. There vector clocks, which messages and barriers carry to others, tell what comes
+before what: two steps that touch one chunk of a slot, one of them writing, must be ordered.
+
+An executor need not copy: no chunk is written while it may still be on its way to a rank; and what a rank receives may
+be stored as soon as it arrives, since its sender knew that this rank had done all that it does before with the chunk.
+
+The text of an error begins with its kind: `wrong result`, `deadlock`, `left over`, `race` or `impossible`.
 """
 
 from __future__ import annotations
@@ -31,7 +39,10 @@ ExpectedPart = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A collective among `size` ranks, on `chunks` chunks."""
+    """What a collective among `size` ranks must leave where, on `chunks` chunks; said a second time, without an algorithm.
+
+    At the start chunk c of rank r holds the part (r, c). At the end a chunk holds the sum of some parts.
+    """
 
     collective: str
     size: int
@@ -66,19 +77,6 @@ class Expected:
             case "barrier":
                 return None
         raise UsageError(f"there is no specification of the result of {self.collective!r}")
-
-
-# Runs the plans of all ranks on symbols, and raises `PlanError` where they are wrong.
-#
-# A chunk holds a list of parts, (rank, chunk) as at the start, instead of numbers: a sum that misses a part, or has it
-# twice, is seen. Steps wait for messages of one named rank, or for a barrier, so any order of running gives the same
-# result, but for memory that is shared. There vector clocks, which messages and barriers carry to others, tell what comes
-# before what: two steps that touch one chunk of a slot, one of them writing, must be ordered.
-#
-# An executor need not copy: no chunk is written while it may still be on its way to a rank; and what a rank receives may
-# be stored as soon as it arrives, since its sender knew that this rank had done all that it does before with the chunk.
-#
-# The text of an error begins with its kind: `wrong result`, `deadlock`, `left over`, `race` or `impossible`.
 
 
 class PlanError(PolytempoError):
