@@ -68,8 +68,18 @@ class Companion:
     def __enter__(self) -> None:
         """From now on both are on this core."""
         self._brief = time.monotonic() - self._left < BRIEF
-        if self._possible and self._own is None:
-            self._call_over()
+        if not self._possible or self._own is not None:
+            return
+        core = self._which_core() if self._which_core is not None else -1
+        try:
+            if core != self._core:
+                os.sched_setaffinity(self._thread, {core})
+                self._core = core
+            own = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {core})
+            self._own = own
+        except (OSError, ValueError):  # not allowed here, or the thread is gone: then it is merely slower
+            self._possible = False
 
     def __exit__(self, *error: object) -> None:
         self._left = time.monotonic()
@@ -81,15 +91,3 @@ class Companion:
         if self._own is not None:
             os.sched_setaffinity(0, self._own)
             self._own = None
-
-    def _call_over(self) -> None:
-        core = self._which_core() if self._which_core is not None else -1
-        try:
-            if core != self._core:
-                os.sched_setaffinity(self._thread, {core})
-                self._core = core
-            own = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, {core})
-            self._own = own
-        except (OSError, ValueError):  # not allowed here, or the thread is gone: then it is merely slower
-            self._possible = False

@@ -44,7 +44,13 @@ class LocalPeers:
         self._segments: dict[tuple[int, int], Segment] = {}  # (rank, context)
         self._deadline = Deadline(rank, timeout)  # of the wait that goes on
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        _listen_at(self._listener, self._path(rank))
+        hidden = f"{self._path(rank)}-unready"
+        self._listener.bind(hidden)
+        self._listener.listen(128)
+        try:
+            os.link(hidden, self._path(rank))  # only now: a rank whose path refuses connections counts as lost
+        finally:
+            os.unlink(hidden)
         self._listener.setblocking(False)
 
     def _path(self, rank: int) -> str:
@@ -82,7 +88,7 @@ class LocalPeers:
             self.lost.add(rank)
         else:
             sock.sendall(HELLO.pack(self.rank, 0))
-            self._add(rank, sock)
+            self._links[rank] = StreamLink(rank, self, sock)
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the path of a rank is left from a process that has ended: then a connection is refused."""
@@ -100,10 +106,7 @@ class LocalPeers:
             accepted = accept_rank(self._listener)  # none: a probe, or a process that does not belong here
             if accepted is not None:
                 rank, _, sock = accepted
-                self._add(rank, sock)
-
-    def _add(self, rank: int, sock: socket.socket) -> None:
-        self._links[rank] = StreamLink(rank, self, sock)
+                self._links[rank] = StreamLink(rank, self, sock)
 
     # Notifying and waiting.
 
@@ -202,17 +205,6 @@ def check_peers(deadline: Deadline, missing: list[int], action: str) -> None:
     deadline.look(missing, action)
     if deadline.over:
         raise PeerError(f"{deadline.line(f'for {named(missing)} {action}')}; {MORE_TIME}")
-
-
-def _listen_at(listener: socket.socket, path: str) -> None:
-    """Listen, and let the path appear only then: a rank whose path refuses connections counts as lost."""
-    hidden = f"{path}-unready"
-    listener.bind(hidden)
-    listener.listen(128)
-    try:
-        os.link(hidden, path)
-    finally:
-        os.unlink(hidden)
 
 
 def _readable(descriptors: list[int], seconds: float) -> list[int]:

@@ -7,7 +7,7 @@ expected goes straight to where it belongs. The owner of the receiver drives the
 
     `stream_link.py`  Unix sockets, between processes of one host; segments of shared memory are handed over here
     `zmq_link.py`     ZeroMQ with CURVE keys, between hosts
-    `memory_link.py`  queues, between threads
+    `memory.py`       queues, between threads
 """
 
 from __future__ import annotations

@@ -196,7 +196,8 @@ class StreamChannel(Channel):
         return self._reader.is_ahead()
 
     def moved(self) -> int:
-        return self._reader.count + self._sent - _unread(self._sock)
+        unread = fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4))  # the other end has it still to take out of the kernel
+        return self._reader.count + self._sent - int.from_bytes(unread, sys.byteorder)
 
     def pollable(self) -> int:
         return self._sock.fileno()
@@ -218,8 +219,3 @@ def _connected(path: str, timeout: float) -> socket.socket:
     sock = connect_to(path, retry)
     assert sock is not None
     return sock
-
-
-def _unread(sock: socket.socket) -> int:
-    """What the other end has not taken out of the kernel yet."""
-    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)

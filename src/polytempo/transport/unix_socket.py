@@ -44,7 +44,7 @@ def connect_to(address: str, retry: Callable[[OSError], bool]) -> socket.socket 
 def accept_own(listener: socket.socket) -> socket.socket | None:
     """Accept a connection; None where it comes from another user. `OSError` where there is none."""
     sock, _ = listener.accept()
-    if peer_uid(sock) == os.getuid():
+    if process_and_user(sock)[1] == os.getuid():
         return sock
     sock.close()
     return None
@@ -66,17 +66,8 @@ def accept_rank(listener: socket.socket) -> tuple[int, int, socket.socket] | Non
     return (*HELLO.unpack(hello), sock)
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end, as the kernel knows it."""
-    return _credentials(sock)[1]
-
-
-def peer_pid(sock: socket.socket) -> int:
-    """The process at the other end."""
-    return _credentials(sock)[0]
-
-
-def _credentials(sock: socket.socket) -> tuple[int, int]:
+def process_and_user(sock: socket.socket) -> tuple[int, int]:
+    """Who is at the other end, as the kernel knows it."""
     pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(pid), int(uid)
 
