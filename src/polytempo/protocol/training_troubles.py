@@ -1,4 +1,5 @@
-"""What goes wrong with a training that goes on: divergence, and a rank that ends while others go on.
+"""What goes wrong with a training that goes on: divergence, a rank that ends while others go on, ranks that read the same
+batches, so that all but one of them work for nothing.
 
 Each is said at its first time, in one line. With a coordinator the sequencer looks at every push it accepts; without one
 (torchrun, mpirun, srun) each rank looks at its own, and at the ballots of a round (`reducer/collective_reducer.py`). These
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from polytempo.protocol.messages import Push
 from polytempo.units import plain_number
 
 #: Gradients are fresh below this mean staleness, in updates.
@@ -129,3 +131,31 @@ class EarlyEnds:
             return ""
         self._told |= set(behind)
         return ended_early(behind, first + max(self._made.get(worker, 0) for worker in behind), left)
+
+
+def same_batches(one: int, other: int, step: int) -> str:
+    """For people: these workers push the same gradient."""
+    return (
+        f"warning: workers {min(one, other)} and {max(one, other)} pushed the same gradient in step {step}: do they read "
+        "the same batches? share the data out with DataLoader(..., sampler=pt.DistributedSampler(dataset))"
+    )
+
+
+class DuplicateBatches:
+    """Compares the digests that workers send with their first pushes; says once what it has found."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, dict[int, int]] = {}  # by step and digest: the worker
+        self._said = False
+
+    def look_at(self, push: Push) -> str:
+        """A push is here: what there is to say, if anything."""
+        digest = push.measures.gradient_digest
+        if not digest or self._said:
+            return ""
+        first = self._seen.setdefault(push.id.step, {}).setdefault(digest, push.id.worker)
+        if first == push.id.worker:
+            return ""
+        self._said = True
+        self._seen.clear()
+        return same_batches(first, push.id.worker, push.id.step)

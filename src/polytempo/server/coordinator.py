@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from polytempo.errors import PeerError, counted, trained_alone
-from polytempo.protocol.duplicate_batches import DuplicateBatches
 from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
     GIVEN,
@@ -58,11 +57,27 @@ from polytempo.protocol.messages import (
     StoreSet,
     Whereabouts,
 )
+from polytempo.protocol.training_troubles import DuplicateBatches
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.files import RecordWriter
 from polytempo.records.lines import MAIN
-from polytempo.server.checkpoint import JobCheckpoints
-from polytempo.server.coordinated_job import CoordinatedJob, JobRecord, describe, told_late
+from polytempo.server.checkpoint import (
+    JobCheckpoints,
+    ScriptStates,
+    WorkerObjects,
+    mean_of_each,
+    newest_of_each,
+    read_states,
+)
+from polytempo.server.coordinated_job import (
+    LAST_LIFE,
+    CoordinatedJob,
+    JobKeyValues,
+    JobRecord,
+    RemoteHosts,
+    describe,
+    told_late,
+)
 from polytempo.server.effects import (
     EndLoop,
     LoopEffect,
@@ -73,8 +88,6 @@ from polytempo.server.effects import (
     ToShards,
     ToWorker,
 )
-from polytempo.server.membership import LAST_LIFE, JobKeyValues, RemoteHosts
-from polytempo.server.script_state import ScriptStates, WorkerObjects, mean_of_each, newest_of_each, read_states
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.validation import (
     check_end,
@@ -87,7 +100,6 @@ from polytempo.server.validation import (
     check_where,
 )
 from polytempo.summation import in_order
-from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import Credentials
 
@@ -138,7 +150,7 @@ class WorkerMessages:
     def _tell_choice(self, spec: OptimizerSpec) -> list[LoopEffect]:
         """Tell what was chosen for an optimizer and not asked for: once, if several have it."""
         asked = spec.sync == self._sequencer.plan.sync and not spec.fallback
-        line = "" if asked else parse_spec(spec.sync).told(spec.inner, spec.fallback)
+        line = "" if asked else spec.parsed.told(spec.inner, spec.fallback)
         if not line or line in self._told:
             return []
         self._told.add(line)

@@ -8,8 +8,8 @@
     ShareDevice   device memory of a worker        mapped; pushes may lie there from then on
 
 **Fences.** A push with a fence lies in shared device memory (`server/device_share.py`), and its header comes before its
-gradient. It is pending until the worker's stream has reached the fence, which a thread watches (`server/fence_watch.py`),
-and has arrived then. A pending push of a worker whose connection ends is dropped: it was never written in full.
+gradient. It is pending until the worker's stream has reached the fence, which a thread watches, and has arrived then. A
+pending push of a worker whose connection ends is dropped: it was never written in full.
 
 **Receipts.** A worker asks about a push on the connection it sent the push on, so behind it, and the reply comes behind what
 the server has sent. So what the inbox does not know was lost on the way here, and what it has answered and the worker does
@@ -55,9 +55,8 @@ from polytempo.protocol.push import (
     row_buffers,
 )
 from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, Pull, PulledRows, PushId, UnknownKeys
-from polytempo.server.device_share import DeviceShare, open_share
+from polytempo.server.device_share import DeviceShare, FenceWatch, open_share
 from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
-from polytempo.server.fence_watch import FenceWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, unpack
 from polytempo.server.shard import PushBuffer, Shard
 from polytempo.server.shard_executor import EndShares, KeepHere, PullHere, ShardExecutor, WorkerReply

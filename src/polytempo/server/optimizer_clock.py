@@ -19,14 +19,14 @@ from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.push import NewState, NewValues
 from polytempo.protocol.training_troubles import EarlyEnds
 from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart
-from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
+from polytempo.records.lines import MAIN, MEAN, RecordLine
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.sync.actions import Apply, Release
-from polytempo.sync.barrier import BSP
+from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
 from polytempo.sync.events import HyperItems, Pushed
 from polytempo.sync.policy import Policy
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec
 
 #: How many loads a worker may lag behind others and its own are still known to be the same.
 REMEMBERED = 64
@@ -52,10 +52,6 @@ class WorkerSlot:
     given: dict[type, int] = field(default_factory=dict)  # and by kind, how often
     ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
     checkpoint: str = ""  # was made since its last answer
-
-    def enter(self, step: int) -> None:
-        """It will start with this step: the exchange before it counts as made, and is to be answered."""
-        self.exchange, self.answered = step - 1, step - 2
 
 
 class StepsMade:
@@ -131,6 +127,8 @@ class OptimizerClock:
         #: Is it the first of its workers, the main one or one beside it? Its steps are what these workers are seen to do.
         self.is_first = beside(self.name) == MAIN
         self.made = StepsMade(self.first_step, self.spec.capabilities.rounds)
+        #: Does every member push one step before each answer?
+        self.in_step = self.spec.capabilities.common and self.spec.capabilities.work is PushedWork.BATCH
 
     @property
     def is_main(self) -> bool:
@@ -190,12 +188,12 @@ class OptimizerClock:
             samples = head.measures.samples
             parts.append(UpdatePart(head.id, action.weights[index] if action.weights else samples))
             hypers.append(head.made.hyper if samples else ())
-            own = self.spec.mode.gossip is not None  # a worker's steps are made on its own model, which is never stale
+            own = self.spec.capabilities.neighbours  # a worker's steps are made on its own model, which is never stale
             staleness.append(0 if own else max(self.version - head.version - head.own, 0))
             if push.worker in self.slots:
                 self.slots[push.worker].staleness = staleness[-1]
         self.version += 1
-        if self.spec.anytime is not None:
+        if self.spec.capabilities.work is PushedWork.DEADLINE:
             given = [hyper for hyper in hypers if hyper]
             workers = tuple(push.worker for push in action.pushes)
             group = self._groups.setdefault(workers, len(self._groups))
@@ -212,16 +210,12 @@ class OptimizerClock:
             update.mean_staleness = self._mean.add(staleness[0])
         return update, staleness
 
-    def update_lines(self, action: Apply, now: float, shards: int, staleness: list[int]) -> list[RecordLine]:
-        """An update's lines in the record, one a server."""
-        return [self.mark(apply_line(action, now, shard, self.version, staleness)) for shard in range(shards)]
-
     def reply(self, release: Release, budget: JobBudget, now: float) -> Reply:
         """The log's entry for a release: the answer to the worker's last push. What earlier answers promised is kept."""
         slot = self.slots[release.worker]
         slot.waited, slot.held_at = (now - slot.held_at if slot.held_at is not None else 0.0), None
         slot.answered, slot.release, slot.stop = slot.exchange, release, budget.stopping and not slot.certain
-        certain = budget.certain(self.is_main and self.spec.mode is BSP) if slot.fenced else 0
+        certain = budget.certain(self.is_main and self.in_step) if slot.fenced else 0
         slot.certain = max(slot.certain - 1, certain)
         reply = self.answer(release.worker, slot.exchange)
         slot.checkpoint = ""
@@ -232,7 +226,7 @@ class OptimizerClock:
         slot = self.slots[worker]
         self.place += 1
         slot.places[exchange] = self.place
-        oldest = exchange - self.spec.ahead if exchange >= 0 else 0
+        oldest = exchange - self.spec.capabilities.ahead if exchange >= 0 else 0
         slot.places = {known: at for known, at in slot.places.items() if known >= oldest or known == exchange}
         return self.place
 
@@ -303,7 +297,7 @@ def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobP
     members, size = optimizer_spec.members, plan.size
     if list(members) != sorted(set(members)) or not set(members) <= set(range(size)):
         raise UsageError(f"optimizer {name}: expected some of the ranks 0 to {size - 1} as its group, got {list(members)}")
-    spec = parse_spec(optimizer_spec.sync)
+    spec = optimizer_spec.parsed
     policy = spec.policy(size, members)
     if not name.endswith(MEAN):
         policy.begin_at(plan.first_push)

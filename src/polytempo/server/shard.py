@@ -46,8 +46,8 @@ from polytempo.server.pull_compression import Flats, PullCompression
 from polytempo.server.shard_tables import ShardTables
 from polytempo.server.value_memory import ValueMemory, value_memory
 from polytempo.summation import in_order
+from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.corrections import Corrections
-from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
 
@@ -184,16 +184,16 @@ class Shard:
         )
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.rows = ShardTables(optimizer_spec, shard, shards, arena or Arena(self._pool))
-        spec = parse_spec(optimizer_spec.sync)
-        self.staleness_correction = StalenessCorrection(spec.corrections)
+        capabilities = optimizer_spec.parsed.capabilities
+        self.staleness_correction = StalenessCorrection(optimizer_spec.parsed.corrections)
         self.in_place_changes = InPlaceChanges()
-        self._in_rounds, self._ahead = spec.capabilities.common, spec.ahead
-        self._has_deadlines = spec.anytime is not None
+        self._in_rounds, self._ahead = capabilities.common, capabilities.ahead
+        self._has_deadlines = capabilities.work is PushedWork.DEADLINE
         self._push_filter = parse_chain(optimizer_spec.push_filter)
         self.divergence = DivergenceWatch(
             list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone
         )
-        self.pull_compression = PullCompression(parse_chain(optimizer_spec.pull_filter), self.stretches, spec.ahead)
+        self.pull_compression = PullCompression(parse_chain(optimizer_spec.pull_filter), self.stretches, self._ahead)
         self.segments: list[FlatSegment] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer_spec.apply == "server":

@@ -26,15 +26,16 @@ from safetensors import SafetensorError
 
 from polytempo.checkpoints import error_text
 from polytempo.device.device import Device
+from polytempo.errors import PeerError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
 from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
 from polytempo.protocol.push import Content, FirstValues, NewState, NewValues, row_buffers
-from polytempo.protocol.values import Pull, PulledRows, PushId, Share
+from polytempo.protocol.values import OptimizerSpec, Pull, PulledRows, PushId, Share
 from polytempo.server.checkpoint import SavedOptimizer, read_held, write_held, write_shard
 from polytempo.server.device_share import DeviceShare
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
+from polytempo.server.server_device import AUTO, CPU, gpu_of_shard
 from polytempo.server.shard import PushBuffer, Shard, in_host
-from polytempo.server.shard_placement import ShardPlacement
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
 from polytempo.transport.memory import WakeUp
@@ -86,6 +87,51 @@ class EndShares:
 
 
 Work: TypeAlias = LogEntry | PullHere | KeepHere | EndShares
+
+
+class ShardPlacement:
+    """Gives the device of one shard's optimizers.
+
+    Args:
+        option: The value of `--server-device`.
+        shard: Which shard.
+        device: Is given for every optimizer instead: the stand-in of tests.
+    """
+
+    def __init__(self, option: str = CPU, shard: int = 0, device: Device | None = None) -> None:
+        self._option, self._shard = option, shard
+        self._device, self._fixed = device, device is not None
+
+    def device_for(self, spec: OptimizerSpec) -> Device | None:
+        """Where the values of this optimizer are made; None: in the CPU's memory.
+
+        Raises:
+            PeerError: A GPU was asked for by name, and cannot be used.
+        """
+        if self._fixed or not spec.tensors or spec.apply == "peers" or self._option == CPU:
+            return self._device if spec.tensors and spec.apply != "peers" else None
+        wanted = spec.device == "cuda"
+        if self._option == AUTO and not wanted:
+            return None
+        gpus = torch.cuda.device_count()
+        if not gpus and self._option != AUTO:
+            raise PeerError(f"server {self._shard}: --server-device {self._option}, and torch sees no GPU; use auto or cpu")
+        index = gpu_of_shard(self._option, self._shard, gpus, wanted)
+        return None if index is None else self._gpu(index)
+
+    def _gpu(self, index: int) -> Device | None:
+        if self._device is None:
+            from polytempo.device.cuda_device import CudaDevice
+
+            try:
+                self._device = CudaDevice(index)
+            except (PeerError, RuntimeError) as error:  # torch raises the latter
+                said = f"server {self._shard} cannot use cuda:{index}: {' '.join(str(error).split())}"
+                if self._option != AUTO:
+                    raise PeerError(f"{said}; use --server-device cpu") from None
+                sys.stderr.write(f"polytempo: {said}; its values are in the memory of the CPU\n")
+                sys.stderr.flush()
+        return self._device
 
 
 class ShardExecutor:
