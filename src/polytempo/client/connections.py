@@ -22,8 +22,7 @@ import zmq
 from polytempo.errors import PeerError, UsageError
 from polytempo.launcher.job_facts import claimed_by
 from polytempo.protocol.messages import AnyMessage, Hello, PushStatus, decode, encode
-from polytempo.transport.channel import Bytes, Channel
-from polytempo.transport.poller import Poller
+from polytempo.transport.channel import Bytes, Channel, Poller
 
 
 def started_by(place: str) -> str:
@@ -142,13 +141,11 @@ class ServerConnections:
         channel.send(encode(self._hello))
 
     def let_go(self, parent: str) -> None:
-        """In a forked child: the connections are its parent's."""
         for index, channel in enumerate(self.channels):
             channel.close()
             self.channels[index] = InheritedChannel(parent)
 
     def close(self) -> None:
-        """Close all connections."""
         for channel in self.channels:
             channel.close()
         self.channels = []

@@ -46,11 +46,9 @@ class Pool:
         return self.make(size)
 
     def clear(self) -> None:
-        """Keep nothing."""
         self._free.clear()
 
     def give(self, buffer: Bytes) -> None:
-        """Return a buffer that is not read any more."""
         if buffer.nbytes >= KEEP_FROM and not isinstance(buffer, Borrowed):
             self._free.setdefault(buffer.nbytes, []).append(buffer)
 
@@ -74,6 +72,5 @@ class Arena:
             return self._pool.allocate(size)
 
     def give(self, blocks: Iterable[Bytes]) -> None:
-        """Return blocks that are not read any more."""
         for block in blocks:
             self._free[block.nbytes].append(block)

@@ -87,7 +87,6 @@ class Companion:
             self.release()
 
     def release(self) -> None:
-        """This thread may use all its cores again."""
         if self._own is not None:
             os.sched_setaffinity(0, self._own)
             self._own = None

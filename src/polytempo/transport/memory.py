@@ -15,10 +15,9 @@ from typing import Any
 import zmq
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
+from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Poller, Received
 from polytempo.transport.framing import HEAD
 from polytempo.transport.peer_link import LinkMessage, OnLinkSent, PeerLink, Receiver
-from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 
 QueuedMessage = tuple[bytes, list[Bytes]]
@@ -33,7 +32,6 @@ class WakeUp:
         self._lock = threading.Lock()  # once closed, the number may be another file's
 
     def ring(self) -> None:
-        """Wake the thread that polls."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.fileno, 1)
@@ -45,7 +43,6 @@ class WakeUp:
                 os.eventfd_read(self.fileno)
 
     def close(self) -> None:
-        """Give the descriptor back."""
         with self._lock:
             if self._open:
                 self._open = False

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from polytempo.transport.channel import Bytes
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.framing import HEAD, MAGIC
-from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 
 #: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a

@@ -1,7 +1,7 @@
 """Rendezvous: how the ranks of a job find each other, by a name they all know or through a key-value store.
 
 On one host each rank listens at an abstract Unix address made from the name (nothing is left in any directory, however a
-process ends) and connects to all lower ranks. A process of another user is refused (`unix_socket.py`).
+process ends) and connects to all lower ranks. A process of another user is refused (`stream.py`).
 
 With a store, each rank first publishes its host (machine and network namespace). Pairs on one host connect as above; others
 by ZeroMQ, at addresses published in the store.
@@ -28,8 +28,8 @@ from polytempo.transport.host_addresses import own_host
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
+from polytempo.transport.stream import HELLO, RETRY_EVERY, accept_rank, connect_to, process_and_user
 from polytempo.transport.stream_link import StreamLink
-from polytempo.transport.unix_socket import HELLO, RETRY_EVERY, accept_rank, connect_to, process_and_user
 from polytempo.transport.zmq_link import HOST_TIMEOUT, ZmqLink, ZmqWires
 
 #: What stands for the address by which others reach a host that listens at all its addresses.

@@ -202,9 +202,12 @@ class SharedMemoryRegistry:
         """Grant a lease; None when too many are granted. `returned` is called by `collect` once it is free."""
         self.collect()
         with self._lock:
-            if self._words is None and not self._make_words():
-                return None
-            assert self._words is not None
+            if self._words is None:
+                try:
+                    self._words = make_segment(LEASES)
+                except (OSError, MemoryError) as error:
+                    self._warn(LEASES, error)
+                    return None
             if not self._free:
                 return None
             lease = Lease(self._words, self._free.pop())
@@ -212,16 +215,7 @@ class SharedMemoryRegistry:
             self._granted[lease.word] = lease, returned
             return lease
 
-    def _make_words(self) -> bool:
-        try:
-            self._words = make_segment(LEASES)
-        except (OSError, MemoryError) as error:
-            self._warn(LEASES, error)
-            return False
-        return True
-
     def collect(self) -> None:
-        """Find the leases that are free again."""
         if not self._granted:
             return
         with self._lock:

@@ -20,6 +20,7 @@ import sys
 import termios
 import time
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -29,9 +30,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Endpoint, OnSent, Peer, Poller, Received
 from polytempo.transport.keys import JobKeys, WorkerKeys
-from polytempo.transport.poller import Poller
 
 PIECE = 1 << 20
 #: No single frame may be larger: pieces are smaller, headers never reach it.
@@ -40,17 +40,6 @@ FRAME_LIMIT = 64 << 20
 SILENCE_S = 20
 #: A channel that closes waits so long for the other host to take what is left, counted from the last byte that moved.
 LAST_WORDS_S = 2
-
-
-class OnlyWorkers:
-    """Accepts peers that have the workers' key."""
-
-    def __init__(self, public: str) -> None:
-        self._public = public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with the key a peer has proved to have, as text."""
-        return key == self._public
 
 
 class ZmqContext:
@@ -62,7 +51,10 @@ class ZmqContext:
         if worker_public is not None:
             self._authenticator = ThreadAuthenticator(self.context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(worker_public))
+            # It is called with the key that a peer has proved to have, as text.
+            wanted = worker_public.encode()
+            only_workers = SimpleNamespace(callback=lambda domain, key: key == wanted)
+            self._authenticator.configure_curve_callback(domain="*", credentials_provider=only_workers)
 
     def close(self) -> None:
         """After all its sockets."""
