@@ -36,10 +36,9 @@ from polytempo.device.device import Device
 from polytempo.errors import RankLost, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
-from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.push import Measures, StepReport, no_steps
 from polytempo.protocol.training_troubles import ended_early, same_batches
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, number_of
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer

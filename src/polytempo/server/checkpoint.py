@@ -182,17 +182,11 @@ def write_shard(
     partial = directory / f"{name}{PARTIAL}"
     partial.mkdir(parents=True, exist_ok=True)
     file = f"shard-{shard}.safetensors"
-    whole = {key: tensor.cpu().contiguous() for key, tensor in _apart(tensors).items()}
-    write_synced(partial / file, lambda path: save_file(whole, path))
+    for key, tensor in tensors.items():  # each in memory of its own: those that are parts of others are copied
+        own = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        tensors[key] = own.cpu().contiguous()
+    write_synced(partial / file, lambda path: save_file(tensors, path))
     return file, digest_of_file(partial / file), contents
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors, each in memory of its own: those that are parts of others are copied."""
-    return {
-        key: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-        for key, tensor in tensors.items()
-    }
 
 
 @dataclass
@@ -222,7 +216,6 @@ class JobCheckpoints:
 
     @property
     def pending(self) -> bool:
-        """Is one being written?"""
         return bool(self._pending)
 
     def begin(self, checkpoint: Checkpoint) -> None:
@@ -267,13 +260,11 @@ class JobCheckpoints:
         return self._publish()
 
     def end(self) -> list[tuple[str, str]]:
-        """No worker gives any more; as `add_part`."""
         for one in self._pending.values():
             one.awaited.clear()
         return self._publish()
 
     def _publish(self) -> list[tuple[str, str]]:
-        """Make all that are complete checkpoints."""
         complete = [name for name, one in self._pending.items() if len(one.parts) == self._shards and not one.awaited]
         if self.directory is None:
             return []

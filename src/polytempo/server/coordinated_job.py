@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.errors import PeerError, counted
-from polytempo.protocol.messages import Departed, Finish, Hello, Notice, Stopped
+from polytempo.protocol.messages import Finish, Hello, Notice, Stopped
 from polytempo.protocol.training_troubles import ends, goes_on
 from polytempo.protocol.values import TrainingProgress
 from polytempo.records.files import RecordWriter, record_lost
@@ -71,7 +71,6 @@ class RemoteHosts:
         self._of_rank: dict[int, RemoteHost] = {}
 
     def expect(self, ranks: Sequence[int]) -> None:
-        """Workers of these ranks will come from other hosts."""
         self._free = deque(ranks)
 
     def add(self, agent: int, count: int, now: float) -> RemoteHost:
@@ -87,11 +86,9 @@ class RemoteHosts:
         return host
 
     def of_agent(self, agent: int) -> RemoteHost | None:
-        """The host of an agent."""
         return self._hosts.get(agent)
 
     def heartbeat(self, host: RemoteHost, now: float) -> None:
-        """The host is alive."""
         host.heard, host.suspected = now, None
 
     def heard_worker(self, rank: int, now: float) -> None:
@@ -113,7 +110,6 @@ class RemoteHosts:
         return host.heard + self.timeout - last if host.suspected is None else max(host.suspected, host.heard) + last
 
     def overdue(self, now: float) -> list[RemoteHost]:
-        """The hosts that are given up now."""
         late = [host for host in self._hosts.values() if not host.cause and now >= self._deadline(host)]
         lost = [host for host in late if host.suspected is not None]
         for host in late:
@@ -193,7 +189,6 @@ class JobRecord:
         return self._writer is not None
 
     def write(self, line: RecordLine) -> None:
-        """Append a line."""
         self._try(RecordWriter.write, line)
 
     def flush(self) -> None:
@@ -201,7 +196,6 @@ class JobRecord:
         self._try(RecordWriter.flush)
 
     def close(self, meta: dict[str, Any]) -> None:
-        """Finish the record with its meta.json."""
         self._try(RecordWriter.close, meta)
 
     def abandon(self) -> None:
@@ -246,7 +240,7 @@ class CoordinatedJob:
         self.finish: Finish | None = None  #: the launcher's, when all workers have ended
         self.progress: TrainingProgress | None = None  #: of training without pushes, and since when
         self.progress_since = 0.0
-        self._wakes: list[float] = []  # a heap
+        self.wakes: list[float] = []  #: a heap: when the sequencer wants its ticks
         self._untold: list[LoopEffect] = []  # until the launcher is there
 
     def absorb(self, effects: list[Effect]) -> list[LoopEffect]:
@@ -258,7 +252,7 @@ class CoordinatedJob:
             elif isinstance(effect, Write):
                 self.record.write(effect.line)
             elif isinstance(effect, WakeAt):
-                heapq.heappush(self._wakes, effect.at)
+                heapq.heappush(self.wakes, effect.at)
             elif isinstance(effect, Tell):
                 passed += self.tell(effect.text)
             elif isinstance(effect, StopJob):
@@ -269,22 +263,13 @@ class CoordinatedJob:
                 self.checkpoints.begin(effect)
         return passed
 
-    def next_wake(self) -> float | None:
-        """When the sequencer wants its next tick."""
-        return self._wakes[0] if self._wakes else None
-
     def wake(self, now: float) -> list[LoopEffect]:
         """Give the sequencer its tick, if one is due."""
         due = False
-        while self._wakes and self._wakes[0] <= now:
-            heapq.heappop(self._wakes)
+        while self.wakes and self.wakes[0] <= now:
+            heapq.heappop(self.wakes)
             due = True
         return self.absorb(self.sequencer.tick(now)) if due else []
-
-    def report_progress(self, progress: TrainingProgress, now: float) -> None:
-        """How far training without pushes is."""
-        self.progress_since = now if self.progress is None else self.progress_since
-        self.progress = progress
 
     def tell(self, text: str, fatal: bool = False, about: str = "") -> list[LoopEffect]:
         """A notice for the launcher's output; before the launcher is there, it is kept for it."""
@@ -298,12 +283,6 @@ class CoordinatedJob:
         self.has_launcher = True
         untold, self._untold = self._untold, []
         return [*untold, *self.report_record_loss()]
-
-    def announce_end(self, worker: int) -> list[LoopEffect]:
-        """A worker's process has ended, or it was given up: others go on without it by this word only
-        (`collectives/quorum.py`). One that has only left the servers may still take part in the steps of others."""
-        others = [rank for rank in range(self.sequencer.plan.size) if rank != worker and rank not in self.given_up]
-        return [ToWorker(rank, Departed(worker=worker, ended=True)) for rank in others]
 
     def report_unsaved(self, failed: Iterable[tuple[str, str]]) -> list[LoopEffect]:
         """Checkpoints could not be written, and why: go on without them, or end the job, as was asked for."""

@@ -19,12 +19,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from polytempo.device.device import FENCE_BYTES, Device, DeviceMemory, Fences
+from polytempo.device.device import FENCE_BYTES, Device, Fences
 from polytempo.device.exchange_fences import ANSWERED, PUSHED
 from polytempo.errors import PeerError
-from polytempo.protocol.layout import ITEM_SIZES, Layout, Stretch
+from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.messages import ShareDevice
-from polytempo.protocol.values import DeviceRange
 from polytempo.server.pull_compression import Flats
 from polytempo.transport.channel import Bytes
 
@@ -53,7 +52,6 @@ class DeviceShare:
         return self._fence_of.get(step, 0)
 
     def pushed(self, fence: int) -> bool:
-        """Is the push with this fence complete?"""
         return self.fences.reached(PUSHED, fence)
 
     def answer(self, fence: int, values: Flats | None) -> None:
@@ -87,21 +85,15 @@ def open_share(message: ShareDevice, words: Sequence[Bytes], device: Device, lay
     for what, ranges in (("gradients", message.gradients), ("values", message.values)):
         if [given.nbytes for given in ranges] != sizes:
             raise PeerError(f"expected {what} of {sizes} bytes, got {[given.nbytes for given in ranges]}")
-    stretches = layout.shards[shard]
-    gradients, landing = (
-        _stretches(stretches, list(layout.sizes), _opened(ranges, device)) for ranges in (message.gradients, message.values)
-    )
-    return DeviceShare(device.fences(words[0]), gradients, landing)
-
-
-def _opened(ranges: Sequence[DeviceRange], device: Device) -> list[DeviceMemory]:
-    return [device.open(given.handle, given.nbytes) for given in ranges]
-
-
-def _stretches(stretches: Sequence[Stretch], dtypes: Sequence[str], memory: Sequence[DeviceMemory]) -> list[torch.Tensor]:
-    """This shard's stretches of whole flat ranges."""
-    of = dict(zip(dtypes, memory, strict=True))
-    return [of[s.dtype].tensor(getattr(torch, s.dtype), s.start * ITEM_SIZES[s.dtype], s.size) for s in stretches]
+    opened: list[list[torch.Tensor]] = []
+    for ranges in (message.gradients, message.values):
+        whole = {dtype: device.open(r.handle, r.nbytes) for dtype, r in zip(layout.sizes, ranges, strict=True)}
+        mine = []
+        for stretch in layout.shards[shard]:
+            start = stretch.start * ITEM_SIZES[stretch.dtype]
+            mine.append(whole[stretch.dtype].tensor(getattr(torch, stretch.dtype), start, stretch.size))
+        opened.append(mine)
+    return DeviceShare(device.fences(words[0]), *opened)
 
 
 #: Seconds between looks, at least and at most; and the share of the time that has passed by which a look may be late.
@@ -132,7 +124,6 @@ class FenceWatch(Generic[K]):
         self._over = False
 
     def add(self, key: K, is_reached: Callable[[], bool]) -> None:
-        """Watch for this push; the function says whether it is complete."""
         with self._wanted:
             self._pending[key] = is_reached
             self._since = time.monotonic()
@@ -153,7 +144,6 @@ class FenceWatch(Generic[K]):
         return [self._reached.popleft() for _ in range(len(self._reached))]
 
     def close(self) -> None:
-        """End the thread."""
         with self._wanted:
             self._over = True
             self._wanted.notify()
@@ -165,16 +155,12 @@ class FenceWatch(Generic[K]):
             with self._wanted:
                 while not self._pending and not self._over:
                     self._wanted.wait()
-                found = self._look()
+                # Under the lock: what is discarded is not looked at any more.
+                found = [key for key, is_reached in self._pending.items() if is_reached()]
+                for key in found:
+                    del self._pending[key]
+                    self._reached.append(key)
                 wait = pause(time.monotonic() - self._since)
             if found:
                 self._ring()
             time.sleep(wait)
-
-    def _look(self) -> bool:
-        """Move what is complete. Words are looked at under the lock: what is discarded is not looked at any more."""
-        found = [key for key, is_reached in self._pending.items() if is_reached()]
-        for key in found:
-            del self._pending[key]
-            self._reached.append(key)
-        return bool(found)

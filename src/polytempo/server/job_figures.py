@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
-
 from polytempo.protocol.messages import Push, Status, WorkerStatus
 from polytempo.protocol.push import Measures, PushedChange, PushedValues
 from polytempo.protocol.training_troubles import Circumstances, diverged, not_finite
@@ -57,7 +55,6 @@ class WorkerStatistics:
     waiting_for: tuple[int, ...] = field(default_factory=tuple)
 
     def back(self, now: float) -> None:
-        """It came back: a new life."""
         self.earlier_s = self.present(now)
         self.joined_at = self.left_at = self.held_since = None
         self.state = "absent"
@@ -80,7 +77,6 @@ class WorkerStatistics:
         self.nonfinite += sign * measures.nonfinite
 
     def discard(self, measures: Measures) -> None:
-        """A counted push was not applied."""
         self.steps -= measures.count
         self.pushes -= 1
         self.samples -= measures.taken
@@ -88,18 +84,15 @@ class WorkerStatistics:
         self.wasted_s += measures.computed
 
     def stale(self, by: int) -> None:
-        """One of its pushes was applied `by` updates late."""
         self.staleness_sum += by
         self.staleness_max = max(self.staleness_max, by)
 
     def held(self, now: float, waiting_for: tuple[int, ...]) -> None:
-        """It waits from now on."""
         self.state = "waiting"
         self.held_since = now if self.held_since is None else self.held_since
         self.waiting_for = waiting_for
 
     def released(self, step: int, now: float) -> None:
-        """It may start `step`."""
         self.state, self.step = "computing", step
         if self.held_since is not None:
             if self.joined_at is not None:  # waiting for the others to start is not the mode's doing
@@ -110,7 +103,6 @@ class WorkerStatistics:
             self.joined_at = now
 
     def left(self, reason: str, now: float) -> None:
-        """It is gone."""
         if self.held_since is not None and self.joined_at is not None:
             self.waiting_s += now - self.held_since
         self.state, self.left_at, self.held_since = reason, now, None
@@ -127,7 +119,6 @@ class WorkerStatistics:
         return max(self.exchanging_s - self.waiting_s, 0.0)
 
     def status(self, now: float) -> WorkerStatus:
-        """For the display."""
         held = now - self.held_since if self.held_since is not None else 0.0
         waited = self.waiting_s + (held if self.joined_at is not None else 0.0)
         return WorkerStatus(
@@ -284,9 +275,15 @@ class CheckpointContents:
         return self.at(main.made.slowest, main.policy.reached) if main.policy.members else self.at_the_end()
 
     def manifest(self, step: int, pushes: int) -> dict[str, Any]:
-        """What a checkpoint must know beside the tensors."""
         clocks = self._clocks[MAIN].policy.progress.pushed if MAIN in self._clocks else {}
-        pending = self._pending()
+        # What is counted but in no update is lost to a job that goes on from here, and its samples are not done.
+        pending = self._clocks[MAIN].pending() if MAIN in self._clocks else []
+        tracks: dict[str, dict[str, Any]] = {}
+        for name, clock in self._clocks.items():
+            if not name.endswith(MEAN):
+                tracks[name] = {"proposal": proposal_of(clock.optimizer_spec), "version": clock.version}
+                if learned := clock.policy.saved():  # for a job that goes on in the same mode
+                    tracks[name]["policy"] = {"sync": clock.spec.text, "saved": learned}
         return {
             "step": step,
             "exchange": pushes,
@@ -296,19 +293,10 @@ class CheckpointContents:
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
             "positions": self.ledger.parts({push.id.worker for push in pending if push.measures.positions}, self._lost()),
-            "tracks": {
-                name: {"proposal": proposal_of(clock.optimizer_spec), "version": clock.version, **_policy(clock)}
-                for name, clock in self._clocks.items()
-                if not name.endswith(MEAN)
-            },
+            "tracks": tracks,
         }
 
-    def _pending(self) -> list[Push]:
-        """What is counted but in no update: it is lost to a job that goes on from here, and its samples are not done."""
-        return self._clocks[MAIN].pending() if MAIN in self._clocks else []
-
     def _lost(self) -> set[int]:
-        """Workers that the job went on without."""
         gone = {stats.worker for stats in self._statistics if stats.left_at is not None and stats.state != "finished"}
         return gone if self._lost_before is None else self._lost_before
 
@@ -330,45 +318,34 @@ class JobFigures:
         self._clocks, self._statistics, self._budget, self._guard = clocks, statistics, budget, guard
 
     def status(self, now: float) -> Status:
-        """For the display."""
         budget = self._budget
-        workers = tuple(self._seen(stats.status(now)) for stats in self._statistics)
+        accepted = any(stats.accepted for stats in self._statistics)
+        workers = []
+        for status in (stats.status(now) for stats in self._statistics):
+            # In a mesh not every rank reports steps: one that is in no clock has made steps when others have.
+            if not any(clock.includes(status.worker) for clock in self._clocks.values()):
+                status.accepted = accepted
+            workers.append(status)
         holds = any(clock.on_servers for clock in self._clocks.values())
         seconds, used = budget.seconds(now), budget.used(now)
-        return Status(seconds=seconds, used=used, workers=workers, trains=bool(self._clocks), holds=holds)
-
-    def _seen(self, status: WorkerStatus) -> WorkerStatus:
-        """In a mesh not every rank reports steps: one that is in no clock has made steps when others have."""
-        if status.accepted or any(clock.includes(status.worker) for clock in self._clocks.values()):
-            return status
-        return structs.replace(status, accepted=any(stats.accepted for stats in self._statistics))
+        return Status(seconds=seconds, used=used, workers=tuple(workers), trains=bool(self._clocks), holds=holds)
 
     def summary(self, now: float) -> dict[str, Any]:
-        """For meta.json and the last line."""
         ends = [stats.left_at for stats in self._statistics if stats.left_at is not None]
         updates = sum(clock.version for clock in self._clocks.values() if clock.is_main)
         groups = {name: list(clock.optimizer_spec.members) for name, clock in self._clocks.items()}
+        # Modes that this job could not use, of those that advice compares: those that the first optimizer refuses; all where
+        # no values are exchanged (one replica of a model in stages), or no model's (`KV`, which has no groups).
+        refused, first = compared(), self._clocks.get(MAIN)
+        if first is not None and first.has_values and first.optimizer_spec.groups:
+            refused = first.optimizer_spec.refused
         summary = sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
-            "refused": self._refused(),
+            "refused": list(refused),
             "diverged": self._guard.summary(),
         }
         restored = {name: clock.restored for name, clock in self._clocks.items() if clock.restored}
         summary |= {"restored": restored} if restored else {}
         members = {name: group for name, group in groups.items() if group}
         return summary | {"members": members} if members else summary
-
-    def _refused(self) -> list[str]:
-        """Modes that this job could not use, of those that advice compares: those that the first optimizer refuses; all
-        where no values are exchanged (one replica of a model in stages), or no model's (`KV`, which has no groups)."""
-        first = self._clocks.get(MAIN)
-        if first is None or not first.has_values or not first.optimizer_spec.groups:
-            return list(compared())
-        return list(first.optimizer_spec.refused)
-
-
-def _policy(clock: OptimizerClock) -> dict[str, Any]:
-    """What its policy has learned, where it has: for a job that goes on in the same mode."""
-    saved = clock.policy.saved()
-    return {"policy": {"sync": clock.spec.text, "saved": saved}} if saved else {}

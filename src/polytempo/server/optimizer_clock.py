@@ -15,10 +15,9 @@ from polytempo.errors import UsageError
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
-from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.push import NewState, NewValues
 from polytempo.protocol.training_troubles import EarlyEnds
-from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart
+from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart, beside
 from polytempo.records.lines import MAIN, MEAN, RecordLine
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.sync.actions import Apply, Release
@@ -74,11 +73,9 @@ class StepsMade:
         return self._slowest
 
     def enter(self, worker: int) -> None:
-        """A worker takes part from now on."""
         self._of[worker] = self.slowest
 
     def leave(self, worker: int) -> None:
-        """It is gone."""
         _ = self.slowest  # of a job whose last worker leaves it stays
         self._of.pop(worker, None)
 
@@ -89,7 +86,6 @@ class StepsMade:
             self.fastest = max(self.fastest, self._of[worker])
 
     def close(self, heads: Sequence[Push]) -> None:
-        """An update is made of these pushes."""
         if self._in_rounds and heads:
             measures = [head.measures for head in heads]
             self._slowest += min(one.count for one in [one for one in measures if one.samples] or measures)
@@ -146,7 +142,6 @@ class OptimizerClock:
         return self.has_values and self.optimizer_spec.apply not in ("peers", "mean")
 
     def includes(self, worker: int) -> bool:
-        """Does this worker take its steps?"""
         return not self.optimizer_spec.members or worker in self.optimizer_spec.members
 
     def has_loaded(self, push: PushId, given: NewValues | NewState) -> bool:
@@ -263,7 +258,6 @@ class OptimizerClock:
             reply.checkpoint, self.slots[reply.worker].checkpoint = name, ""
 
     def hyper(self, groups: Sequence[dict[str, Any]]) -> HyperItems:
-        """`hyper_of` a push."""
         if groups != self._hyper[0]:
             self._hyper = groups, hyper_of(groups)
         return self._hyper[1]
@@ -280,7 +274,6 @@ class OptimizerClock:
         return self._counted.pop(key)[1]
 
     def heads(self, action: Apply) -> list[Push]:
-        """The pushes of an update that is about to be made."""
         return [self._counted[id(push)][1] for push in action.pushes]
 
     def pending(self) -> list[Push]:
@@ -288,7 +281,6 @@ class OptimizerClock:
         return [push for _, push in self._counted.values()]
 
     def counted_of(self, worker: int) -> list[PushId]:
-        """A worker's pushes that are still to be applied."""
         return [push.id for _, push in self._counted.values() if push.id.worker == worker]
 
 

@@ -41,7 +41,6 @@ class Holding:
 
     @cached_property
     def spec(self) -> Spec:
-        """The mode."""
         return parse_spec(self.sync)
 
     @property
@@ -69,7 +68,6 @@ class Holding:
 
     @property
     def parameters(self) -> tuple[TensorInfo, ...]:
-        """The tensors without companions."""
         return self.tensors[: len(self.tensors) - self.companions]
 
 

@@ -25,9 +25,8 @@ from polytempo.checkpoints import step_name
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
-from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.push import Content, FirstValues, Measures, NewState, NewValues
-from polytempo.protocol.values import OptimizerSpec, PushId
+from polytempo.protocol.values import OptimizerSpec, PushId, beside
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.records.step_figures import FigureLog
 from polytempo.server.effects import Effect, StopJob, Tell, ToShards, ToWorker, WakeAt, Write
@@ -36,7 +35,7 @@ from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
 from polytempo.server.resume_rules import holding_in, holding_of, resumption
 from polytempo.server.sample_ledger import SampleLedger
-from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.actions import Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
 
 #: Digits of figures in records.
@@ -83,7 +82,7 @@ class PolicyRunner:
             effects += self._written(clock, action_line, action, now)
             if isinstance(action, Release) and last[action.worker] != action.step:
                 continue  # several steps at once are one answer
-            effects += self._carry_out(clock, action, now)
+            effects += self._handlers[type(action)](clock, action, now)
         return effects
 
     def tally(self, clock: OptimizerClock, push: Push, sign: int = 1) -> None:
@@ -102,15 +101,12 @@ class PolicyRunner:
         line = line_of(what, now) if self._plan.recorded else None
         return [] if line is None else [Write(clock.mark(line))]
 
-    def _carry_out(self, clock: OptimizerClock, action: Action, now: float) -> list[Effect]:
-        return self._handlers[type(action)](clock, action, now)
-
     def _apply(self, clock: OptimizerClock, action: Apply, now: float) -> list[Effect]:
         verdict = clock.verdict(action)
         if verdict.drop:
             push = action.pushes[0]
             discard = Discard(push.worker, push.step, verdict.drop)
-            return self._written(clock, action_line, discard, now) + self._carry_out(clock, discard, now)
+            return self._written(clock, action_line, discard, now) + self._discard(clock, discard, now)
         heads = clock.heads(action)
         self._ledger.applied(heads)
         clock.made.close(heads)
@@ -257,7 +253,6 @@ class Sequencer:
         return [ToWorker(worker, SendSeed(optimizer_id=clock.name))] if worker == seeder else []
 
     def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Effect]:
-        """A worker is gone: the workers that waited for it go on."""
         stats = self.statistics[worker]
         if stats.left_at is not None or incarnation < self._incarnations.get(worker, 0):
             if stats.state == "finished" and incarnation == self._incarnations.get(worker, 0):
@@ -316,8 +311,11 @@ class Sequencer:
         slot = clock.slots.get(worker)
         if slot is None or self._ending or (isinstance(push.body, FirstValues) and clock.seeded):
             return self._drop(push.id)
-        if isinstance(push.body, FirstValues):
-            return self._seeded(clock, push, now)
+        if isinstance(push.body, FirstValues):  # workers that registered earlier join now
+            clock.seeded = True
+            early, clock.early = clock.early, []
+            joined = [effect for early_one in sorted(early) for effect in self._runner.feed(clock, Joined(early_one), now)]
+            return [ToShards(Seed(id=push.id)), *joined]
         if isinstance(push.body, NewValues | NewState):
             place = clock.next_place(worker, push.id.step)
             return [ToShards(LoadState(id=push.id, place=place, again=clock.has_loaded(push.id, push.body)))]
@@ -373,13 +371,6 @@ class Sequencer:
         counted = any(identity in clock.counted_of(identity.worker) for clock in self.clocks.values())
         return [] if counted else [ToShards(Drop(id=identity))]
 
-    def _seeded(self, clock: OptimizerClock, push: Push, now: float) -> list[Effect]:
-        """There are values to start from: workers that registered earlier join now."""
-        clock.seeded = True
-        early, clock.early = clock.early, []
-        joined = [effect for worker in sorted(early) for effect in self._runner.feed(clock, Joined(worker), now)]
-        return [ToShards(Seed(id=push.id)), *joined]
-
     def _checkpoint(self, clock: OptimizerClock, now: float, before: list[Effect]) -> list[Effect]:
         """A checkpoint, where one is due: each N steps of the slowest worker, at the end of its block or round."""
         every, pushes = self.plan.checkpoint_every, clock.policy.reached
@@ -424,7 +415,6 @@ class Sequencer:
         return [ToShards(clock.answer(identity.worker, identity.step))]
 
     def read(self, request: ReadRequest) -> list[Effect]:
-        """A worker wants to see one state of all shards."""
         if request.optimizer_id not in self.clocks:
             return [refusal(request.worker, f"there is no optimizer {request.optimizer_id} to read")]
         slot = self.clocks[request.optimizer_id].slots.get(request.worker)
@@ -435,13 +425,11 @@ class Sequencer:
         return [ToShards(entry)]
 
     def lease(self, worker: int, incarnation: int, asked: LeaseSamples) -> list[Effect]:
-        """A worker wants places of an epoch's order."""
         if incarnation != self._incarnations.get(worker, 0) or self.statistics[worker].left_at is not None:
             return []  # it has left, or was given up
         return [ToWorker(worker, self.ledger.lease(worker, asked))]
 
     def metric(self, metric: MetricReport, now: float) -> list[Effect]:
-        """A worker's figure for the record."""
         line = {"t": now, "kind": "metric", "worker": metric.worker}
         return [Write(line | {name: value for name, value in metric.values.items() if name not in line})]
 
