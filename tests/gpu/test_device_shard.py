@@ -14,8 +14,7 @@ import torch
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import PushedGradient
 from polytempo.protocol.values import PushId
-from polytempo.server.optimizer_state import as_bytes, as_tensor, pack, unpack
-from polytempo.server.optimizers import ELEMENTWISE, WHOLE
+from polytempo.server.optimizer_state import ELEMENTWISE, WHOLE, as_bytes, as_tensor, pack, unpack
 
 sys.path.append(str(Path(__file__).parents[1] / "tensors"))
 

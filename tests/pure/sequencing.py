@@ -19,8 +19,8 @@ from polytempo.protocol.push import FirstValues
 from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
 from polytempo.records.lines import RecordLine
 from polytempo.server.effects import Checkpoint, Effect, ToShards, ToWorker, WakeAt, Write
-from polytempo.server.job_figures import _plain
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.resume_rules import proposal_of
 from polytempo.server.sequencer import Sequencer
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Bench:
     ) -> None:
         self.sync, self.size, self.shards = sync, size, shards
         for track in (resumed or {}).get("tracks", {}).values():
-            track.setdefault("proposal", _plain(optimizer_spec(sync)))
+            track.setdefault("proposal", proposal_of(optimizer_spec(sync)))
         self.sequencer = Sequencer(JobPlan(size, shards, sync, limits or Limits(), checkpoint_every, resumed or {}))
         self.now = 0.0
         self.lives = dict.fromkeys(range(size), 0)

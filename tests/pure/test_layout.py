@@ -41,7 +41,7 @@ def stretches_of(layout: Layout, dtype: str) -> list[Stretch]:
 
 
 def loads(layout: Layout) -> list[int]:
-    return [layout.shard_bytes(shard) for shard in range(len(layout.shards))]
+    return [sum(stretch.nbytes for stretch in stretches) for stretches in layout.shards]
 
 
 # What holds for every layout.

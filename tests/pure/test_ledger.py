@@ -10,8 +10,8 @@ from pushes import push_of
 
 from polytempo.protocol.messages import Push
 from polytempo.protocol.values import PushId
+from polytempo.server.job_figures import WorkerStatistics, sum_up
 from polytempo.server.job_plan import Limits
-from polytempo.server.worker_statistics import WorkerStatistics, sum_up
 
 
 def push(**fields: Any) -> Push:

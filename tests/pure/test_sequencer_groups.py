@@ -12,7 +12,7 @@ from sequencing import Bench, entries_in, only, optimizer_spec, replies_in, told
 from polytempo.errors import SpecError
 from polytempo.protocol.log import Reply, Seed, Update
 from polytempo.protocol.messages import Departed, Refused, SendSeed
-from polytempo.protocol.optimizer_names import beside, name_in_group, number_of, number_of_part, part_of
+from polytempo.protocol.values import beside, name_in_group, number_of, number_of_part, part_of
 from polytempo.records.check import check_lines
 from polytempo.records.lines import of_optimizer
 from polytempo.records.replay import replay

@@ -12,8 +12,7 @@ from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import Content, PushedGradient
 from polytempo.protocol.values import OptimizerSpec, PushId, TensorInfo
-from polytempo.server.optimizer_state import SegmentState, as_bytes, dtype_name
-from polytempo.server.optimizers import is_whole
+from polytempo.server.optimizer_state import SegmentState, as_bytes, dtype_name, is_whole
 from polytempo.server.shard import Shard
 from polytempo.transport.channel import Bytes
 

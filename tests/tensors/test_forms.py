@@ -9,8 +9,8 @@ import pytest
 import torch
 from shards import Plain, Stores
 
-from polytempo.server import optimizers
-from polytempo.server.optimizers import ELEMENTWISE, FUSED, settle
+from polytempo.server import optimizer_state
+from polytempo.server.optimizer_state import ELEMENTWISE, FUSED, settle
 from polytempo.server.shard import Shard
 
 SHAPES = ((31, 7), (5,), (11, 3))
@@ -41,7 +41,7 @@ IN_FUSED_FORM = [(name, setting) for name, setting in CASES if getattr(torch.opt
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(optimizers, "FUSED_FROM", LARGE_FROM)
+    monkeypatch.setattr(optimizer_state, "FUSED_FROM", LARGE_FROM)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -127,7 +127,7 @@ def spy_on_fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_small_model_is_updated_in_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "FUSED_FROM", sum(torch.Size(shape).numel() for shape in SHAPES) + 1)
+    monkeypatch.setattr(optimizer_state, "FUSED_FROM", sum(torch.Size(shape).numel() for shape in SHAPES) + 1)
     calls = spy_on_fused(monkeypatch)
     store_of("SGD", some(0), hyper_of("SGD", {}), alone=False).step(some(1))
     assert calls == []

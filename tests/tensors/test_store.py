@@ -13,8 +13,7 @@ from polytempo.errors import UsageError
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import PushedGradient
 from polytempo.protocol.values import PushId
-from polytempo.server.optimizer_state import of_tensor
-from polytempo.server.optimizers import ELEMENTWISE, WHOLE, build
+from polytempo.server.optimizer_state import ELEMENTWISE, WHOLE, build, of_tensor
 
 counts = pytest.mark.parametrize("shards", [1, 2, 3])
 

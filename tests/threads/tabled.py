@@ -9,7 +9,7 @@ import torch
 from helpers import Batch, made_from_seed
 from torch import nn
 
-from polytempo.protocol.values import Pull
+from polytempo.protocol.messages import Pull
 from polytempo.server.optimizer_state import as_tensor
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
 from polytempo.launcher.job_facts import JobFacts
-from polytempo.server.optimizers import ELEMENTWISE, WHOLE
+from polytempo.server.optimizer_state import ELEMENTWISE, WHOLE
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

@@ -10,7 +10,7 @@ from helpers import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.server.fence_watch import QUICK, SLOW, FenceWatch, pause
+from polytempo.server.device_share import QUICK, SLOW, FenceWatch, pause
 
 
 @contextmanager

@@ -21,12 +21,11 @@ from polytempo.errors import UsageError
 from polytempo.launcher.job_facts import JobFacts, read_job
 from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import Bytes
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.connect import connect
 from polytempo.transport.keys import make_keys
 from polytempo.transport.link_emulation import EmulatedNetwork
 from polytempo.transport.link_relay import EmulatedHost, LinkRelay, server_name, worker_name
-from polytempo.transport.poller import Poller
 from polytempo.transport.zeromq import ZmqEndpoint
 
 RATE = 12.5e6

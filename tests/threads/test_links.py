@@ -47,17 +47,16 @@ from polytempo.collectives.group import RankGroup
 from polytempo.collectives.point_to_point import receive, send
 from polytempo.collectives.world import World, open_by_name, open_by_store
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.transport import rendezvous, unix_socket
-from polytempo.transport.channel import Bytes
+from polytempo.transport import rendezvous, stream
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.framing import HEAD, MAGIC
 from polytempo.transport.keys import WorkerKeys, make_keys
-from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.memory import MemoryLink
 from polytempo.transport.peer_link import BYE, CALL, DATA, FAILED, NOTE, PAYLOAD_LIMIT, SEGMENT, LinkMessage
 from polytempo.transport.peer_link import KINDS as MESSAGE_KINDS
-from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import make_segment
+from polytempo.transport.stream import HELLO
 from polytempo.transport.stream_link import StreamLink
-from polytempo.transport.unix_socket import HELLO
 
 __all__ = ["nothing_left", "opening"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -478,8 +477,8 @@ def close_if_broken(worlds: list[World], found: list[Any]) -> None:
 
 def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both by who listens and by who connects."""
-    for module in (rendezvous, unix_socket):
-        monkeypatch.setattr(module, "peer_uid", lambda sock: os.getuid() + 1)
+    for module in (rendezvous, stream):
+        monkeypatch.setattr(module, "process_and_user", lambda sock: (os.getpid(), os.getuid() + 1))
     name = unused_name()
     found = outcomes(*[Client(lambda rank=rank: open_by_name(name, rank, 2, 0.5)) for rank in range(2)])
     assert isinstance(found[1], UsageError), found
@@ -492,9 +491,9 @@ def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_stranger_of_another_user_does_not_take_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real rank comes after it."""
-    name, uids = unused_name(), iter([os.getuid() + 1])
-    real = unix_socket.peer_uid
-    monkeypatch.setattr(unix_socket, "peer_uid", lambda sock: next(uids, None) or real(sock))
+    name, strangers = unused_name(), iter([(os.getpid(), os.getuid() + 1)])
+    real = stream.process_and_user
+    monkeypatch.setattr(stream, "process_and_user", lambda sock: next(strangers, None) or real(sock))
     first = Client(lambda: open_by_name(name, 0, 2, PATIENCE))
     with connected(name, 0) as stranger, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stranger.sendall(HELLO.pack(1, 2))

@@ -13,8 +13,7 @@ from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_grad
 from torch import nn
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import Outstanding
-from polytempo.client.exchanges import Exchanges
+from polytempo.client.client_state import Exchanges, Outstanding
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard
 from polytempo.server.value_memory import HostValues

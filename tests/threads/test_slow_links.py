@@ -25,9 +25,8 @@ from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.transport import zmq_link
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import Bytes
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.peer_link import BYE, DATA, LinkMessage
-from polytempo.transport.poller import Poller
 
 pytestmark = pytest.mark.timeout(60)
 

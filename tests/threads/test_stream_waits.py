@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 
-from polytempo.client.stream_waits import StreamWaits
+from polytempo.client.client import StreamWaits
 
 
 def test_a_connection_that_ends_releases_all_waits() -> None:

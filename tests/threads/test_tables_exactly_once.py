@@ -19,8 +19,7 @@ from lossy import Fate, LossyJob, UnreliableChannel, channels_of, disturb
 from torch import nn
 
 from polytempo.client.client_state import Outstanding
-from polytempo.protocol.messages import Answer, AnyMessage, Push
-from polytempo.protocol.values import Pull, PulledRows, UnknownKeys
+from polytempo.protocol.messages import Answer, AnyMessage, Pull, PulledRows, Push, UnknownKeys
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.kv import KV, Array

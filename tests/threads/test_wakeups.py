@@ -16,10 +16,9 @@ from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
 from polytempo.server.shard_executor import ShardExecutor
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.memory import MemoryChannel, MemoryEndpoint, WakeUp
-from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.channel import Poller
+from polytempo.transport.memory import MemoryChannel, MemoryEndpoint, MemoryLink, WakeUp
 from polytempo.transport.peer_link import FAILED, LinkMessage
-from polytempo.transport.poller import Poller
 
 
 def rings(descriptor: int) -> bool:

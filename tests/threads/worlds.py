@@ -21,7 +21,7 @@ from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.transport import rendezvous
 from polytempo.transport.keys import WorkerKeys, make_keys
-from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.memory import MemoryLink
 from polytempo.transport.rendezvous import KeyValueStore, RankLinks
 
 #: Nothing here takes nearly so long, unless somebody waits for ever.

@@ -1,9 +1,9 @@
 """A worker's client of the parameter servers: pushes and their answers, reads, pulls, the key-value store, and the wait.
 
     register   -> the first answer: the values the job starts from
-    push       -> an answer from every shard, all from one position of the log (`exchanges.py`)
-    read       -> the same without a push (`reads.py`)
-    pull       -> rows of a table, from the shards that have them (`reads.py`)
+    push       -> an answer from every shard, all from one position of the log (`client_state.py`)
+    read       -> the same without a push
+    pull       -> rows of a table, from the shards that have them
 
 There is no thread: the caller that waits does the receiving. When no byte has moved on any connection for `retry` seconds
 the shards are asked what they know. A question goes behind what it is about, and the reply comes behind what the shard has
@@ -13,6 +13,7 @@ sent: so a loss is known, and nothing is sent twice because it is slow (`docs/de
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +22,8 @@ from typing import Any
 
 import torch
 
-from polytempo.client.client_state import ClientState, MakeSeed, Outstanding, PartlySent, Reading
+from polytempo.client.client_state import ClientState, Exchanges, MakeSeed, Outstanding, PartlySent, Pulls, Reading, Reads
 from polytempo.client.connections import ServerConnections
-from polytempo.client.exchanges import Exchanges
-from polytempo.client.reads import Pulls, Reads
-from polytempo.client.stream_waits import StreamWaits
 from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import (
@@ -41,6 +39,7 @@ from polytempo.protocol.messages import (
     Leave,
     MetricReport,
     PartialPush,
+    PulledRows,
     ReadAnswer,
     RecallState,
     Refused,
@@ -55,11 +54,12 @@ from polytempo.protocol.messages import (
     Stopped,
     StoreGet,
     StoreSet,
+    UnknownKeys,
     Welcome,
     Whereabouts,
     encode,
 )
-from polytempo.protocol.values import OptimizerSpec, PulledRows, TrainingProgress, UnknownKeys
+from polytempo.protocol.values import OptimizerSpec, TrainingProgress
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Channel
 from polytempo.transport.cpu_affinity import Companion
@@ -69,6 +69,63 @@ from polytempo.transport.deadline import LOOK_EVERY, MORE_TIME, Deadline, said_o
 TURN = 0.005
 #: Seconds between two questions to the servers while a rank that is lost may have been given up.
 ASK_EVERY = 1.0
+
+
+class StreamWaits:
+    """Waits of this process's streams for servers, and their end when a server is gone.
+
+    A stream that waits for a fence holds up a host that waits for the stream (`.item()`, `torch.cuda.synchronize()`), and
+    such a host reads no message. So a thread watches the connections to the servers: when one ends, all waits are released,
+    the host returns, and its next call of this library raises what the connection has to say. The thread reads nothing.
+    """
+
+    def __init__(self) -> None:
+        self._releases: list[Callable[[], None]] = []
+        self._stop: int | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, release: Callable[[], None], connections: Iterable[int]) -> None:
+        """Call `release` when the servers will not end the waits of a stream themselves.
+
+        Args:
+            release: Ends the waits; it may be called more than once, by any thread.
+            connections: The descriptors of the connections to all servers.
+        """
+        self._releases.append(release)
+        if self._thread is None:
+            self._stop = os.eventfd(0)
+            self._thread = threading.Thread(
+                target=self._watch, args=(list(connections), self._stop), name="polytempo-hang-up", daemon=True
+            )
+            self._thread.start()
+
+    def _watch(self, connections: list[int], stop: int) -> None:
+        poller = select.poll()
+        poller.register(stop, select.POLLIN)
+        for descriptor in connections:
+            poller.register(descriptor, select.POLLRDHUP)  # and POLLHUP and POLLERR, which need not be named
+        if all(descriptor != stop for descriptor, _ in poller.poll()):
+            self.release()
+
+    def release(self) -> None:
+        """End all waits: what is behind them must not be used."""
+        with self._lock:
+            for release in self._releases:
+                release()
+
+    def close(self) -> None:
+        """End all waits, and the thread; before the connections are closed, whose descriptors it watches."""
+        self.release()
+        thread, self._thread = self._thread, None
+        if thread is not None and self._stop is not None:
+            os.eventfd_write(self._stop, 1)
+            thread.join()
+            os.close(self._stop)
+
+    def let_go(self) -> None:
+        """In a forked child: the thread is its parent's, and so are the streams."""
+        self._thread, self._releases = None, []
 
 
 class Client:
@@ -131,7 +188,7 @@ class Client:
             SendSeed: lambda shard, message, buffers: self.exchanges.send_seed(message.optimizer_id),
             Welcome: self._welcome,
             Refused: self._refused,
-            StoreSet: self._value_stored,
+            StoreSet: lambda shard, message, buffers: self._stored.update({message.key: message.value}),
             SamplesLeased: self._places_leased,
             StateRecalled: lambda shard, message, buffers: self._recalled.update({message.which: (message, buffers)}),
             Departed: self._departed,
@@ -146,7 +203,6 @@ class Client:
 
     @property
     def shards(self) -> int:
-        """The number of servers."""
         return len(self.connections.channels)
 
     @property
@@ -156,7 +212,6 @@ class Client:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes received likewise."""
         return self.connections.bytes_received
 
     @property
@@ -203,7 +258,6 @@ class Client:
         self._wait(done, "an answer", lambda: self.exchanges.ask_status(state), state)
 
     def wait_for_answer(self, name: str, exchange: int) -> None:
-        """Wait until one push is answered."""
         state = self.exchanges.states[name]
         self._wait(lambda: exchange not in state.outstanding, "an answer", lambda: self.exchanges.ask_status(state), state)
 
@@ -241,11 +295,9 @@ class Client:
     # The record, and the key-value store.
 
     def metric(self, values: dict[str, float | int | str], progress: TrainingProgress | None = None) -> None:
-        """Report figures for the record."""
         self.connections.send(0, MetricReport(worker=self.rank, values=values, progress=progress))
 
     def put(self, key: str, value: str) -> None:
-        """Set a key for other workers to find."""
         self.connections.send(0, StoreSet(key=key, value=value))
 
     def find(self, key: str, patience: float) -> str | None:
@@ -257,11 +309,9 @@ class Client:
         return self.value_of(key)
 
     def ask_key(self, key: str) -> None:
-        """Ask for a key, without waiting."""
         self.connections.send(0, StoreGet(key=key))
 
     def value_of(self, key: str) -> str | None:
-        """The value of a key, if an answer has brought it."""
         return self._stored.get(key)
 
     def ask_where(self, waiting: AskWhere) -> None:
@@ -269,7 +319,6 @@ class Client:
         self.connections.send(0, waiting)
 
     def lease(self, asked: LeaseSamples) -> SamplesLeased:
-        """Ask for places of the data."""
         self.connections.send(0, asked)
         came = lambda: self._leased is not None and self._leased.request == asked.request  # noqa: E731
         self._wait(came, "samples", lambda: self.connections.send(0, asked))
@@ -331,38 +380,32 @@ class Client:
         *states: ClientState,
         limited: bool = True,
     ) -> None:
+        deadline = Deadline(self.rank, self.timeout if limited else None)
         try:
             with profiled("wait"):
-                self._wait_until(done, what, again, states, Deadline(self.rank, self.timeout if limited else None))
+                self._take_postponed()
+                heard, moved = time.monotonic(), self.connections.moved()
+                while True:
+                    self.check_group(*states)
+                    if done():
+                        return
+                    turn = min(self.retry, 1.0, deadline.until_next_look)
+                    if self.connections.receive(turn if self._others is None else min(turn, TURN)):
+                        heard = time.monotonic()
+                        continue
+                    if self._others is not None:
+                        with self._others:
+                            self._others.wait(TURN / 10)
+                    now, before, moved = time.monotonic(), moved, self.connections.moved()
+                    if moved != before:
+                        heard = now
+                    self.check_wait(deadline, what, states, self.connections.silence() if moved == before else "")
+                    if again is not None and now - heard >= self.retry:
+                        heard = now
+                        again()
         except Exception:  # it ends the job or this worker's part in it: no answer will come
             self.stream_waits.release()
             raise
-
-    def _wait_until(
-        self,
-        done: Callable[[], bool],
-        what: str,
-        again: Callable[[], None] | None,
-        states: Sequence[ClientState],
-        deadline: Deadline,
-    ) -> None:
-        self._take_postponed()
-        heard, moved = time.monotonic(), self.connections.moved()
-        while self._goes_on(states) and not done():
-            turn = min(self.retry, 1.0, deadline.until_next_look)
-            if self.connections.receive(turn if self._others is None else min(turn, TURN)):
-                heard = time.monotonic()
-                continue
-            if self._others is not None:
-                with self._others:
-                    self._others.wait(TURN / 10)
-            now, before, moved = time.monotonic(), moved, self.connections.moved()
-            if moved != before:
-                heard = now
-            self.check_wait(deadline, what, states, self.connections.silence() if moved == before else "")
-            if again is not None and now - heard >= self.retry:
-                heard = now
-                again()
 
     def check_wait(self, deadline: Deadline, what: str, states: Sequence[ClientState] = (), silent: str = "") -> None:
         """Report a wait for an answer if that is due, with the workers that the mode waits for and what these are in.
@@ -385,17 +428,12 @@ class Client:
             raise PeerError(f"{deadline.line(waited_for())}; {MORE_TIME}")
         deadline.report(waited_for)
 
-    def _goes_on(self, states: Sequence[ClientState]) -> bool:
-        """True, unless a rank is lost without which one of these optimizers does not go on: that is raised."""
+    def check_group(self, *states: ClientState) -> None:
+        """Raise `RankLost` where a rank is lost without which one of these optimizers does not go on."""
         if self._losses:
             for state in states:
                 if state.name in self._losses:
                     raise self._losses[state.name]
-        return True
-
-    def check_group(self, state: ClientState) -> None:
-        """Raise `RankLost` where a rank is lost without which this optimizer does not go on."""
-        self._goes_on((state,))
 
     def poll(self) -> None:
         """Handle what has come, without waiting."""
@@ -414,7 +452,8 @@ class Client:
 
     def _handle(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
         if isinstance(message, Whereabouts):
-            self._told_where(message)
+            self.whereabouts.ended.update(message.ended)
+            self.whereabouts.calls.update(message.calls)
             return
         if self._listening and not isinstance(message, Departed | Stopped):
             self._postponed.append((shard, message, buffers))
@@ -456,15 +495,8 @@ class Client:
                 f"{text}; start the job again, from a checkpoint", (message.worker,)
             )
 
-    def _told_where(self, message: Whereabouts) -> None:
-        self.whereabouts.ended.update(message.ended)
-        self.whereabouts.calls.update(message.calls)
-
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
         raise UsageError(f"worker {self.rank}: {message.reason}")
-
-    def _value_stored(self, shard: int, message: StoreSet, buffers: list[Bytes]) -> None:
-        self._stored[message.key] = message.value
 
     def _places_leased(self, shard: int, message: SamplesLeased, buffers: list[Bytes]) -> None:
         self._leased = message
@@ -486,7 +518,6 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections."""
         if self.companion is not None:
             self.companion.release()
         self.stream_waits.close()
@@ -497,3 +528,82 @@ class Client:
         self.companion = None
         self.stream_waits.let_go()
         self.connections.let_go(parent)
+
+
+#: Seconds between two looks, at most: a message may have been taken in by the other thread.
+LOOK = 0.02
+#: The same where connections are sockets that two threads must not touch at once.
+NAP = 0.001
+
+
+class BackgroundWait:
+    """Waits for an answer in a thread beside the script's: the client is locked only while messages are taken in.
+
+    `Client` has no thread of its own: the caller that waits receives, and holds the lock while it waits. A communication
+    thread waits for whole rounds, during which the script's thread may read values, lease samples or log figures. So this
+    wait blocks on the connections without the lock, and takes it for each look at what has come. Whichever of the two
+    threads looks first hands a message to its owner.
+
+    Args:
+        client: The worker's connections to the servers.
+        lock: Held whenever the client is used.
+    """
+
+    def __init__(self, client: Client, lock: threading.RLock) -> None:
+        self._client, self._lock = client, lock
+
+    def for_release(self, state: ClientState, step: int, given_up: Callable[[], bool]) -> bool:
+        """Wait until a step may be started; the ranks that it waits for are named after a while.
+
+        Args:
+            state: Of the optimizer.
+            step: The step.
+            given_up: Is the answer no longer wanted?
+
+        Returns:
+            Whether it may be started; False where the wait was given up.
+        """
+        client = self._client
+        deadline, heard, moved = Deadline(client.rank, client.timeout), time.monotonic(), client.connections.moved()
+        while True:
+            with self._lock:
+                if given_up():
+                    return False
+                client.check_group(state)
+                client.poll()
+                if state.released >= step:
+                    return True
+                now, before, moved = time.monotonic(), moved, client.connections.moved()
+                if moved != before:
+                    heard = now
+                client.check_wait(deadline, "an answer", [state])
+                if now - heard >= client.retry:
+                    heard = now
+                    client.exchanges.ask_status(state)
+            self._pause()
+
+    def for_key(self, key: str, seconds: float) -> str | None:
+        """The value of a key, once a worker has set it; None if that takes longer."""
+        client, over = self._client, time.monotonic() + seconds
+        ask_at = 0.0
+        while True:
+            with self._lock:
+                if time.monotonic() >= ask_at:  # again: the question or the answer may have been lost
+                    ask_at = time.monotonic() + client.retry
+                    client.ask_key(key)
+                client.poll()
+                found = client.value_of(key)
+            if found is not None or time.monotonic() >= over:
+                return found
+            self._pause()
+
+    def _pause(self) -> None:
+        """Until something has come, or for a while."""
+        watched = [channel.pollable() for channel in self._client.connections.channels]
+        if not all(isinstance(descriptor, int) for descriptor in watched):
+            time.sleep(NAP)
+            return
+        poller = select.poll()
+        for descriptor in watched:
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(LOOK * 1000)

@@ -1,17 +1,69 @@
-"""A worker's connections to all servers: one channel a shard, without a thread. The caller that waits does the receiving."""
+"""A worker's connections to all servers: one channel a shard, without a thread. The caller that waits does the receiving.
+
+A rank is one process, and what that process starts has no part in the job:
+
+    forked    (a data loader's workers, os.fork)         the connections it inherits are let go, its exit says nothing
+    spawned   (spawn, forkserver: the script is imported anew, and `init` with it)
+    started   (subprocess, with this worker's variables)
+
+In each `rank()` and `size()` are the worker's, a wrapped optimizer runs alone, and what would talk is refused.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any, NoReturn
 
 import zmq
 
-from polytempo.client.process_identity import InheritedChannel
-from polytempo.errors import PeerError
+from polytempo.errors import PeerError, UsageError
+from polytempo.launcher.job_facts import claimed_by
 from polytempo.protocol.messages import AnyMessage, Hello, PushStatus, decode, encode
-from polytempo.transport.channel import Bytes, Channel
-from polytempo.transport.poller import Poller
+from polytempo.transport.channel import Bytes, Channel, Poller
+
+
+def started_by(place: str) -> str:
+    """Which worker started this process, in words, if its place in the job is that worker's; else nothing."""
+    worker = claimed_by(place)
+    if worker not in (0, os.getpid()):
+        return f"a worker of this rank, process {worker},"
+    return "a worker of this rank" if is_importing_the_script() else ""
+
+
+def is_importing_the_script() -> bool:
+    """Is this a process of multiprocessing's that imports the script of the process that started it?"""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def refusal(parent: str) -> str:
+    """What a process that `parent` started is told when it would take part."""
+    return f"process {os.getpid()} was started by {parent} and takes no part in the job; only the worker itself can do this"
+
+
+class InheritedChannel(Channel):
+    """What a forked child has instead of its parent's connection."""
+
+    def __init__(self, parent: str) -> None:
+        self._parent = parent
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(refusal(self._parent))
+
+    def send(self, header: bytes, buffers: Sequence[Bytes] = ()) -> int:
+        self._refuse()
+
+    def receive(self) -> tuple[bytes, list[Bytes]] | None:
+        self._refuse()
+
+    def pollable(self) -> Any:
+        self._refuse()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
 
 #: Takes the shard, the message and its buffers.
 HandleMessage = Callable[[int, AnyMessage, list[Bytes]], None]
@@ -89,13 +141,11 @@ class ServerConnections:
         channel.send(encode(self._hello))
 
     def let_go(self, parent: str) -> None:
-        """In a forked child: the connections are its parent's."""
         for index, channel in enumerate(self.channels):
             channel.close()
             self.channels[index] = InheritedChannel(parent)
 
     def close(self) -> None:
-        """Close all connections."""
         for channel in self.channels:
             channel.close()
         self.channels = []

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch.distributed
 
-from polytempo.client.background_wait import BackgroundWait
-from polytempo.client.client import Client
+from polytempo.client.client import BackgroundWait, Client
 from polytempo.errors import PeerError
 from polytempo.protocol.messages import AskWhere
 from polytempo.transport.deadline import RankWatch

@@ -36,7 +36,6 @@ class SpanOfRows:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Start and stop."""
         return self.start, self.start + len(self.values)
 
 
@@ -112,7 +111,12 @@ class RowTraffic:
             return waiting
         body = waiting.push.body
         assert isinstance(body, Content)
-        lists = [] if body.skip else self._to_push()
+        lists: list[Listed] = []
+        if not body.skip:
+            for table in self.tables:
+                table.start_copying()
+            pushed = [(number, table.pushed()) for number, table in enumerate(self.tables)]
+            lists = [self._cut(number, some) for number, some in pushed if some is not None]
         wanted = [(number, ids) for number, table in enumerate(self.tables) if (ids := table.wanted()) is not None]
         wants = [Listed(number, route(ids, self._client.shards)) for number, ids in wanted]
         pairs = zip(wanted, wants, strict=True)
@@ -124,12 +128,6 @@ class RowTraffic:
         caches = any(part.keys for part in listed.rows) or any(want.keys for want in listed.wants)
         push = msgspec.structs.replace(waiting.push, body=listed)
         return Outstanding(push, waiting.parts, buffers, plain if caches else None, blocks)
-
-    def _to_push(self) -> list[Listed]:
-        for table in self.tables:
-            table.start_copying()
-        pushed = [(number, some) for number, table in enumerate(self.tables) if (some := table.pushed()) is not None]
-        return [self._cut(number, some) for number, some in pushed]
 
     def _cut(self, number: int, some: SomeRows | SpanOfRows) -> Listed:
         shards, form = self._client.shards, self.tables[number].form
@@ -172,7 +170,6 @@ class RowTraffic:
     # Out of answers.
 
     def take(self, exchange: int, answers: RowsOfShards) -> None:
-        """Rows came with an answer."""
         wanted = iter(self._wanted.pop(exchange, ()))
         rest = {shard: iter(buffers) for shard, (_, buffers) in answers.items()}
         for part in answers[0][0]:
@@ -191,11 +188,9 @@ class RowTraffic:
     # Outside of pushes.
 
     def ask_span(self, number: int, span: tuple[int, int], what: str = "rows") -> int:
-        """Ask for all rows of a span, or for its clock."""
         return self._client.pulls.ask_span(self._track, number, span, what)
 
     def span_pulled(self, number: int, request: int, span: tuple[int, int]) -> torch.Tensor:
-        """The rows of a span."""
         parts = [self._rows(self.tables[number], buffers[0]) for _, _, buffers in self._client.pulled(request)]
         return join_range(parts, *span, self._client.shards)
 
@@ -215,7 +210,6 @@ class RowTraffic:
         return max(rows.version for rows in answers), clock
 
     def ask(self, number: int, ids: torch.Tensor) -> tuple[int, Routing]:
-        """Ask for rows; `pulled` waits for them."""
         routing = route(ids, self._client.shards)
         return self._client.pulls.ask(self._track, number, routing.parts, self.tables[number].cached), routing
 

@@ -28,7 +28,7 @@ from polytempo.collectives.mailbox import Mailbox, Receipt
 from polytempo.collectives.tasks import Wait
 from polytempo.errors import PeerError, RankLost
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import Bytes
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.peer_link import (
     BYE,
     CALL,
@@ -44,7 +44,6 @@ from polytempo.transport.peer_link import (
     LinkMessage,
     PeerLink,
 )
-from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 
 #: Seconds in which a call that was under way when a member crashed may still end well, if it needs that member no more.

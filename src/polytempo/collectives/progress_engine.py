@@ -23,10 +23,10 @@ from polytempo.collectives.device_call import DeviceCall, Streams
 from polytempo.collectives.messaging import Messaging, close_as_crashed, close_with_goodbye
 from polytempo.collectives.tasks import Steps, Task
 from polytempo.errors import PeerError, PolytempoError
+from polytempo.transport.channel import Poller
 from polytempo.transport.deadline import LISTED, Deadline, RankWatch, named, said_of
 from polytempo.transport.memory import WakeUp
 from polytempo.transport.peer_link import WAITS, LinkMessage, PeerLink
-from polytempo.transport.poller import Poller
 
 #: Seconds between two looks at a device, where a task waits for one: no descriptor tells when it is done.
 DEVICE_POLL = 50e-6

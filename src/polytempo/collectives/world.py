@@ -31,7 +31,7 @@ from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.transport.deadline import Deadline, RankWatch
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import EmulatedHost
-from polytempo.transport.memory_link import MemoryLink
+from polytempo.transport.memory import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
 from polytempo.transport.rendezvous import KeyValueStore, RankLinks, Rendezvous, rendezvous_by_name, rendezvous_by_store
 from polytempo.transport.zmq_link import HOST_TIMEOUT, patience_for

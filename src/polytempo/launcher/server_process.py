@@ -24,8 +24,7 @@ from polytempo.server.coordinator import Coordinator
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.shard_executor import ShardExecutor
-from polytempo.server.shard_placement import ShardPlacement
+from polytempo.server.shard_executor import ShardExecutor, ShardPlacement
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect

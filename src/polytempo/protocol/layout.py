@@ -73,10 +73,6 @@ class Layout:
             sizes[place.info.dtype] = max(sizes.get(place.info.dtype, 0), place.stop)
         return sizes
 
-    def shard_bytes(self, shard: int) -> int:
-        """Bytes of the values a shard holds."""
-        return sum(stretch.nbytes for stretch in self.shards[shard])
-
 
 def lay_out(tensors: Sequence[TensorInfo], shards: int, whole: bool = False) -> Layout:
     """Cut these tensors into `shards` shards."""
@@ -135,12 +131,12 @@ def _whole(tensors: Sequence[TensorInfo], shards: int) -> Layout:
     for shard in range(shards):
         mine = [place for place in places if owner[place.index] == shard]
         dtypes = sorted({place.info.dtype for place in places})
-        result.append(tuple(_span(dtype, [p for p in mine if p.info.dtype == dtype]) for dtype in dtypes))
+        stretches = []
+        for dtype in dtypes:
+            own = [place for place in mine if place.info.dtype == dtype]
+            stretches.append(Stretch(dtype, own[0].start, own[-1].stop) if own else Stretch(dtype, 0, 0))
+        result.append(tuple(stretches))
     return Layout(places, tuple(result))
-
-
-def _span(dtype: str, places: Sequence[TensorPlace]) -> Stretch:
-    return Stretch(dtype, places[0].start, places[-1].stop) if places else Stretch(dtype, 0, 0)
 
 
 def first_difference(ours: Sequence[TensorInfo], theirs: Sequence[TensorInfo]) -> str:

@@ -38,24 +38,29 @@ class Drop(WireMessage):
     id: PushId
 
 
-class Reply(WireMessage):
-    """Answer this push (or, with exchange -1, this joiner) with the values as they are here."""
+class Decided(WireMessage):
+    """What the log says of an answer to a push, and every shard's answer says likewise."""
 
     optimizer_id: str
-    worker: int
-    incarnation: int
-    exchange: int
-    place: int  #: of this entry: no other answer of this optimizer has the same
-    step: int
+    exchange: int  #: the push that is answered; -1: of a worker that joins
+    place: int  #: in the log, of no other answer of this optimizer: answers of all shards from one are one state of the job
+    step: int  #: that the worker may start
     version: int
     stop: bool
     waited: float = 0.0  #: seconds the mode held the worker
     staleness: int = 0  #: of the push that is answered
     members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
-    checkpoint: str = ""  #: one is being made of this moment
+    checkpoint: str = ""  #: one is being made of this moment: what this worker's filters hold back, and its script, is in it
     directive: Directive | None = None  #: what else the policy tells the worker of the step, in modes that tell more
     certain: int = 0  #: the next answers to this worker, this many, will not say `stop`
     closed: ClosedRound | None = None  #: the round that has ended, in modes with deadlines
+
+
+class Reply(Decided, kw_only=True):
+    """Answer this push (or, with exchange -1, this joiner) with the values as they are here."""
+
+    worker: int
+    incarnation: int
 
 
 class ReadHere(WireMessage):

@@ -19,29 +19,27 @@ The coordinator is part of server 0.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import msgspec
 
 from polytempo.errors import PeerError
-from polytempo.protocol.log import LogEntry
+from polytempo.protocol.log import Decided, LogEntry
 from polytempo.protocol.push import Measures, PushBody, StepBody
 from polytempo.protocol.values import (
     BufferRange,
-    ClosedRound,
     DeviceRange,
+    Keys,
     OptimizerSpec,
-    Pull,
-    PulledRows,
     PushId,
     RowAnswer,
     SavedObject,
     Share,
     TrainingProgress,
-    UnknownKeys,
     WireMessage,
 )
-from polytempo.sync.directives import Directive
 
 #: A header longer than this is refused unread. A model of 100,000 tensors fits.
 HEADER_LIMIT = 32 << 20
@@ -49,10 +47,14 @@ HEADER_LIMIT = 32 << 20
 STRANGER_LIMIT = 64 << 10
 
 
+class AnyMessage(WireMessage):
+    """The header of a message: a class that derives from this one can travel, and nothing else."""
+
+
 # From workers.
 
 
-class Hello(WireMessage):
+class Hello(AnyMessage):
     """Who I am. The first message on every connection."""
 
     role: str
@@ -63,14 +65,14 @@ class Hello(WireMessage):
     token: str = ""  #: of a worker on another host: proves its rank (`transport/keys.py`)
 
 
-class Register(WireMessage):
+class Register(AnyMessage):
     """This worker has made an optimizer."""
 
     optimizer_id: str
     optimizer_spec: OptimizerSpec
 
 
-class Push(WireMessage, omit_defaults=True):
+class Push(AnyMessage, omit_defaults=True):
     """An update, or values beside the updates; see `push.py` for what it is made of."""
 
     id: PushId
@@ -90,7 +92,7 @@ class Push(WireMessage, omit_defaults=True):
         return self.body
 
 
-class ShareDevice(WireMessage):
+class ShareDevice(AnyMessage):
     """Pushes of this optimizer will lie in device memory of this worker, and answers shall go there. The buffer is the
     memory of the fences (`device/device.py`)."""
 
@@ -100,7 +102,7 @@ class ShareDevice(WireMessage):
     values: tuple[DeviceRange, ...]  #: where answers go, likewise
 
 
-class PartialPush(WireMessage):
+class PartialPush(AnyMessage):
     """A bucket of a push to come; its pieces follow in the buffers."""
 
     id: PushId
@@ -109,7 +111,7 @@ class PartialPush(WireMessage):
     pieces: tuple[BufferRange, ...]
 
 
-class PushStatus(WireMessage):
+class PushStatus(AnyMessage):
     """Nothing has moved for a while: what of this? It went before this message, on the same connection, so that a server
     which does not know it has lost it."""
 
@@ -118,7 +120,7 @@ class PushStatus(WireMessage):
     number: int  #: of the push its step, else the request
 
 
-class Repeat(WireMessage):
+class Repeat(AnyMessage):
     """Every shard has said that it answered this push, and not every answer has come: answer it again, from a new place of
     the log. `place` is that of the answer that was lost."""
 
@@ -126,7 +128,7 @@ class Repeat(WireMessage):
     place: int
 
 
-class ReadRequest(WireMessage):
+class ReadRequest(AnyMessage):
     """Send me the values ("params") or the optimizer's state ("state"), all shards at one place of the log.
 
     "filters": what a worker of my rank had left over in its filters when the checkpoint was made that the job goes on from.
@@ -138,7 +140,7 @@ class ReadRequest(WireMessage):
     what: str
 
 
-class Leave(WireMessage):
+class Leave(AnyMessage):
     """I am done."""
 
     worker: int
@@ -148,7 +150,7 @@ class Leave(WireMessage):
     life: int = 0  #: jobs that this process had left before: it may join the next
 
 
-class AskWhere(WireMessage):
+class AskWhere(AnyMessage):
     """I wait for these ranks: where are they?"""
 
     life: int
@@ -156,7 +158,7 @@ class AskWhere(WireMessage):
     ranks: tuple[int, ...] = ()
 
 
-class MetricReport(WireMessage):
+class MetricReport(AnyMessage):
     """A figure for the record."""
 
     worker: int
@@ -164,14 +166,14 @@ class MetricReport(WireMessage):
     progress: TrainingProgress | None = None  #: for the display: no push tells it how this worker gets on
 
 
-class StoreSet(WireMessage):
+class StoreSet(AnyMessage):
     """Where I can be reached, for other workers."""
 
     key: str
     value: str
 
 
-class LeaseSamples(WireMessage):
+class LeaseSamples(AnyMessage):
     """Give me places of an epoch's order, in modes in which workers take as many samples as they manage."""
 
     request: int  #: asked again with the same number, the answer is the same
@@ -185,7 +187,7 @@ class LeaseSamples(WireMessage):
     done: tuple[tuple[int, int], ...] = ()  #: places that it was given and has only looked at
 
 
-class Keep(WireMessage):
+class Keep(AnyMessage):
     """What this worker's filters hold back, for a checkpoint; `state` describes the buffers."""
 
     optimizer_id: str
@@ -193,7 +195,7 @@ class Keep(WireMessage):
     state: bytes
 
 
-class ScriptState(WireMessage):
+class ScriptState(AnyMessage):
     """What the script has registered for checkpoints, as of this worker's last push: the objects whose state has changed.
     Their tensors follow in the buffers."""
 
@@ -210,22 +212,33 @@ class ScriptState(WireMessage):
 RECALLED = OWN, NEWEST, MEAN, GIVEN = "own", "newest", "mean", "given"
 
 
-class RecallState(WireMessage):
+class RecallState(AnyMessage):
     """What had the script registered in the checkpoint that the job goes on from, or what do workers start from?"""
 
     which: str  #: one of `RECALLED`
 
 
-class StoreGet(WireMessage):
+class StoreGet(AnyMessage):
     """What has been posted under this key, once it is there?"""
 
     key: str
 
 
-# Between servers; more in `servers.py`.
+class Pull(AnyMessage):
+    """Send me rows, or say ("clock") which steps have reached a span. Buffer: ids, as for `Want`."""
+
+    optimizer_id: str
+    request: int
+    table: int
+    span: tuple[int, int] | None = None
+    keys: Keys | None = None
+    what: str = "rows"
 
 
-class Entries(WireMessage):
+# Between servers; more below.
+
+
+class Entries(AnyMessage):
     """The next entries of the log."""
 
     entries: tuple[LogEntry, ...]
@@ -234,7 +247,7 @@ class Entries(WireMessage):
 # To workers.
 
 
-class Welcome(WireMessage):
+class Welcome(AnyMessage):
     """You belong to the job."""
 
     size: int
@@ -242,34 +255,21 @@ class Welcome(WireMessage):
     thread: int = 0  #: of a server that has one worker only: which may be called over to the worker's core
 
 
-class Answer(WireMessage):
+class Answer(Decided, AnyMessage, kw_only=True):
     """The exchange is finished; you may start `step`. The values follow in the buffers."""
 
-    optimizer_id: str
     shard: int
-    exchange: int
-    place: int  #: in the log: answers of all shards from one place are one state of the job
-    step: int
-    version: int
-    stop: bool
-    waited: float = 0.0
-    staleness: int = 0
     skipped: bool = False
     absent: tuple[int, ...] = ()  #: tensors for which no push had a gradient, where gradients are averaged
-    members: tuple[int, ...] = ()  #: who takes part, where values stay with the workers
-    shares: tuple[Share, ...] = ()  #: there, whose gradients are in the update; at first, whose values to take
+    shares: tuple[Share, ...] = ()  #: with `members`, whose gradients are in the update; at first, whose values to take
     rows: tuple[RowAnswer, ...] = ()  #: of tables; their buffers come after the dense ones
-    checkpoint: str = ""  #: one is being made: what this worker's filters hold back, and its script, belongs to it
     filtered: bool = False  #: the dense buffers are what the pull filter has left
     touched: str = ""  #: a parameter that a script has written to: are values that stay with the workers still alike?
     spread: float = 0.0  #: of the workers' latest gradients, relative to their mean
-    directive: Directive | None = None  #: what else the policy tells the worker of the step, in modes that tell more
     fence: int = 0  #: not 0: no dense buffers follow; the values lie in the worker's device memory, once its fence is here
-    certain: int = 0  #: the next answers, this many, will not say `stop`
-    closed: ClosedRound | None = None  #: the round that has ended, in modes with deadlines
 
 
-class DeviceShared(WireMessage):
+class DeviceShared(AnyMessage):
     """Whether a shard has mapped a worker's device memory; if not, why, and the worker's pushes must have buffers."""
 
     optimizer_id: str
@@ -277,7 +277,7 @@ class DeviceShared(WireMessage):
     refusal: str = ""
 
 
-class ReadAnswer(WireMessage):
+class ReadAnswer(AnyMessage):
     """What was read; `state` describes the buffers where they are an optimizer's state."""
 
     optimizer_id: str
@@ -288,7 +288,26 @@ class ReadAnswer(WireMessage):
     exchange: int = -1  #: the reader's last push that is in it
 
 
-class Held(WireMessage):
+class PulledRows(AnyMessage):
+    """The answer to `Pull`; the rows follow in a buffer."""
+
+    optimizer_id: str
+    shard: int
+    request: int
+    version: int = 0
+    clock: dict[int, int] = msgspec.field(
+        default_factory=dict
+    )  #: of a span: for each worker its latest step that has reached all of it
+
+
+class UnknownKeys(AnyMessage):
+    """The shard has not got, or has forgotten, the list of ids that a pull named by its digest: send it in full."""
+
+    shard: int
+    request: int
+
+
+class Held(AnyMessage):
     """The policy holds this push, and for which ranks."""
 
     optimizer_id: str
@@ -298,13 +317,13 @@ class Held(WireMessage):
     reason: str
 
 
-class SendSeed(WireMessage):
+class SendSeed(AnyMessage):
     """The job starts from your values: push them."""
 
     optimizer_id: str
 
 
-class StatusReply(WireMessage):
+class StatusReply(AnyMessage):
     """What a shard knows of what it was asked about. It goes behind the answer, on the same connection: who hears "answered"
     and has no answer has lost it."""
 
@@ -315,13 +334,13 @@ class StatusReply(WireMessage):
     place: int = -1  #: of the answer to a push
 
 
-class Resend(WireMessage):
+class Resend(AnyMessage):
     """Your push is not here in full, and will not be: send this shard's part again."""
 
     id: PushId
 
 
-class SamplesLeased(WireMessage):
+class SamplesLeased(AnyMessage):
     """The answer to `LeaseSamples`: ranges of places, none where nothing is left for now."""
 
     request: int
@@ -329,7 +348,7 @@ class SamplesLeased(WireMessage):
     earlier: tuple[int, ...] = ()  #: epochs before that one of which places have returned
 
 
-class StateRecalled(WireMessage):
+class StateRecalled(AnyMessage):
     """The answer to `RecallState`; the tensors of the objects follow in the buffers."""
 
     which: str
@@ -339,13 +358,13 @@ class StateRecalled(WireMessage):
     due: int = -1  #: the last push in it of a worker of my rank, where that is known
 
 
-class Refused(WireMessage):
+class Refused(AnyMessage):
     """This cannot be; the worker must stop."""
 
     reason: str
 
 
-class Departed(WireMessage):
+class Departed(AnyMessage):
     """Another worker is gone: its sockets may live on in a process that it has forked, or it may be alive where no host of
     the job hears it. To those that share an optimizer with it when it leaves the servers, and to all workers with `ended`
     when its process has ended, or it was given up.
@@ -359,14 +378,14 @@ class Departed(WireMessage):
     ended: bool = False
 
 
-class Whereabouts(WireMessage):
+class Whereabouts(AnyMessage):
     """The answer to `AskWhere`: which of those ranks have ended, and how; what the others are in, where that is known."""
 
     ended: dict[int, str] = msgspec.field(default_factory=dict)
     calls: dict[int, str] = msgspec.field(default_factory=dict)
 
 
-class Stopped(WireMessage):
+class Stopped(AnyMessage):
     """The job has ended early."""
 
     cause: str
@@ -375,7 +394,7 @@ class Stopped(WireMessage):
 # Launcher and agents.
 
 
-class Gone(WireMessage):
+class Gone(AnyMessage):
     """A process of a worker has ended: "finished", "failed" or "lost". `cause` says how, for people."""
 
     worker: int
@@ -385,13 +404,13 @@ class Gone(WireMessage):
     asked: bool = False  #: by a signal that asks processes to end, such as SIGTERM
 
 
-class Stop(WireMessage):
+class Stop(AnyMessage):
     """End the job with this cause."""
 
     cause: str
 
 
-class StatusRequest(WireMessage):
+class StatusRequest(AnyMessage):
     """Ask for the status of all workers."""
 
 
@@ -409,7 +428,7 @@ class WorkerStatus(msgspec.Struct, array_like=True):
     accepted: bool = False  #: was any push of it counted?
 
 
-class Status(WireMessage):
+class Status(AnyMessage):
     """The status of all workers."""
 
     seconds: float
@@ -421,7 +440,7 @@ class Status(WireMessage):
     holds: bool = False  #: do servers hold values of one?
 
 
-class Notice(WireMessage):
+class Notice(AnyMessage):
     """A line for the launcher's output."""
 
     text: str
@@ -429,7 +448,7 @@ class Notice(WireMessage):
     about: str = ""  #: "record": it is cut short
 
 
-class Finish(WireMessage):
+class Finish(AnyMessage):
     """All workers are gone: write what is left and end."""
 
     exit_status: int
@@ -437,7 +456,7 @@ class Finish(WireMessage):
     save: bool = False  #: a checkpoint is wanted although the job has ended early
 
 
-class Finished(WireMessage):
+class Finished(AnyMessage):
     """The last word of the first server, with the job's summary."""
 
     summary: dict[str, Any]
@@ -446,18 +465,18 @@ class Finished(WireMessage):
     paces: tuple[tuple[float, ...], ...] = ()  #: what steps took (`records/step_figures.py`)
 
 
-class Expecting(WireMessage):
+class Expecting(AnyMessage):
     """Workers will come from other hosts: what they are told, and their ranks."""
 
     job: dict[str, Any]
     ranks: tuple[int, ...]
 
 
-class Heartbeat(WireMessage):
+class Heartbeat(AnyMessage):
     """An agent is alive; and back, so is the job."""
 
 
-class Assigned(WireMessage):
+class Assigned(AnyMessage):
     """An agent's ranks and the job's facts: what a worker process is started with."""
 
     job: dict[str, Any]
@@ -468,14 +487,14 @@ class Assigned(WireMessage):
 # What servers tell the first one, and it them.
 
 
-class Arrived(WireMessage):
+class Arrived(AnyMessage):
     """A push is here in full, at this shard."""
 
     shard: int
     id: PushId
 
 
-class Norm(WireMessage):
+class Norm(AnyMessage):
     """The squared norm of this shard's part of an update."""
 
     shard: int
@@ -484,7 +503,7 @@ class Norm(WireMessage):
     square: float
 
 
-class NormTotal(WireMessage):
+class NormTotal(AnyMessage):
     """The sum over all shards."""
 
     optimizer_id: str
@@ -492,7 +511,7 @@ class NormTotal(WireMessage):
     square: float
 
 
-class Saved(WireMessage):
+class Saved(AnyMessage):
     """This shard's part of a checkpoint is on the disk."""
 
     shard: int
@@ -502,7 +521,7 @@ class Saved(WireMessage):
     tensors: dict[str, Any]
 
 
-class NotSaved(WireMessage):
+class NotSaved(AnyMessage):
     """This shard's part of a checkpoint could not be written; or, of a worker, what its filters hold back."""
 
     shard: int
@@ -511,68 +530,14 @@ class NotSaved(WireMessage):
     worker: int = -1
 
 
-class Failed(WireMessage):
+class Failed(AnyMessage):
     """A server cannot go on."""
 
     cause: str
 
 
-AnyMessage = (
-    Hello
-    | Register
-    | Push
-    | PartialPush
-    | PushStatus
-    | Repeat
-    | ReadRequest
-    | Leave
-    | MetricReport
-    | StoreSet
-    | StoreGet
-    | AskWhere
-    | Keep
-    | LeaseSamples
-    | SamplesLeased
-    | ScriptState
-    | RecallState
-    | StateRecalled
-    | ShareDevice
-    | DeviceShared
-    | Pull
-    | PulledRows
-    | UnknownKeys
-    | Arrived
-    | Norm
-    | NormTotal
-    | Saved
-    | NotSaved
-    | Failed
-    | Entries
-    | Welcome
-    | Answer
-    | ReadAnswer
-    | Held
-    | SendSeed
-    | StatusReply
-    | Resend
-    | Refused
-    | Departed
-    | Whereabouts
-    | Stopped
-    | Gone
-    | Stop
-    | StatusRequest
-    | Status
-    | Notice
-    | Finish
-    | Finished
-    | Expecting
-    | Heartbeat
-    | Assigned
-)
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder = msgspec.msgpack.Decoder(reduce(or_, AnyMessage.__subclasses__()))
 
 
 def encode(message: AnyMessage) -> bytes:

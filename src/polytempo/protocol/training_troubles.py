@@ -1,4 +1,5 @@
-"""What goes wrong with a training that goes on: divergence, and a rank that ends while others go on.
+"""What goes wrong with a training that goes on: divergence, a rank that ends while others go on, ranks that read the same
+batches, so that all but one of them work for nothing, and values that scripts have changed in place, not alike on all.
 
 Each is said at its first time, in one line. With a coordinator the sequencer looks at every push it accepts; without one
 (torchrun, mpirun, srun) each rank looks at its own, and at the ballots of a round (`reducer/collective_reducer.py`). These
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from polytempo.protocol.messages import Push
 from polytempo.units import plain_number
 
 #: Gradients are fresh below this mean staleness, in updates.
@@ -129,3 +131,70 @@ class EarlyEnds:
             return ""
         self._told |= set(behind)
         return ended_early(behind, first + max(self._made.get(worker, 0) for worker in behind), left)
+
+
+def same_batches(one: int, other: int, step: int) -> str:
+    """For people: these workers push the same gradient."""
+    return (
+        f"warning: workers {min(one, other)} and {max(one, other)} pushed the same gradient in step {step}: do they read "
+        "the same batches? share the data out with DataLoader(..., sampler=pt.DistributedSampler(dataset))"
+    )
+
+
+class DuplicateBatches:
+    """Compares the digests that workers send with their first pushes; says once what it has found."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, dict[int, int]] = {}  # by step and digest: the worker
+        self._said = False
+
+    def look_at(self, push: Push) -> str:
+        """A push is here: what there is to say, if anything."""
+        digest = push.measures.gradient_digest
+        if not digest or self._said:
+            return ""
+        first = self._seen.setdefault(push.id.step, {}).setdefault(digest, push.id.worker)
+        if first == push.id.worker:
+            return ""
+        self._said = True
+        self._seen.clear()
+        return same_batches(first, push.id.worker, push.id.step)
+
+
+ALIKE = "make the change alike on all workers, or call polytempo.broadcast_parameters(model.state_dict()) after it on all"
+
+
+class InPlaceChanges:
+    """Values that scripts have changed in place, as workers have sent them since the last update.
+
+    In rounds all workers must have made the same change before the next update. A worker that sends values that differ from
+    the job's sets them; what each has sent last must be the same at the update. Values that are the job's already change
+    nothing: a script may have written to its parameters and put them back.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[int, bytes] = {}
+        self._what = "parameters"
+
+    @property
+    def any(self) -> bool:
+        return bool(self._given)
+
+    def take(self, worker: int, what: str, digest: bytes) -> None:
+        """A worker has sent values, of which `what` is one that its script has written to."""
+        self._given[worker] = digest
+        self._what = what or self._what
+
+    def judge(self, workers: Sequence[int]) -> str:
+        """An update is made by these workers: have all of them made the same change? Why not, if not."""
+        given, self._given = self._given, {}
+        if not given:
+            return ""
+        first = min(given)
+        without = next((worker for worker in workers if worker not in given), None)
+        if without is not None:
+            return f"worker {first} has changed {self._what} in place and worker {without} has not; {ALIKE}"
+        other = next((worker for worker in workers if given[worker] != given[first]), None)
+        if other is not None:
+            return f"workers {first} and {other} have changed {self._what} in place, differently; {ALIKE}"
+        return ""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from polytempo.collectives.group import RankGroup
-from polytempo.protocol.optimizer_names import number_of, part_of
 from polytempo.protocol.push import Measures
-from polytempo.protocol.values import OptimizerSpec, TensorInfo
+from polytempo.protocol.values import OptimizerSpec, TensorInfo, number_of, part_of
 from polytempo.reducer.flat_buffer import describe
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.session.session import Session

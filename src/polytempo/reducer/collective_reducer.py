@@ -35,12 +35,10 @@ from polytempo.collectives.world import World
 from polytempo.device.device import Device
 from polytempo.errors import RankLost, UsageError
 from polytempo.profile_ranges import profiled
-from polytempo.protocol.duplicate_batches import advice
 from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
-from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.push import Measures, StepReport, no_steps
-from polytempo.protocol.training_troubles import ended_early
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.training_troubles import ended_early, same_batches
+from polytempo.protocol.values import OptimizerSpec, number_of
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
@@ -534,7 +532,7 @@ class CollectiveReducer(Reducer):
     def _warn_alike(self, one: int, other: int) -> None:
         self._warned = True
         if self.session.rank == min(one, other):
-            sys.stderr.write(f"polytempo: {advice(one, other, self.step)}\n")
+            sys.stderr.write(f"polytempo: {same_batches(one, other, self.step)}\n")
             sys.stderr.flush()
 
     def groups(self) -> list[RankGroup]:

@@ -17,8 +17,7 @@ from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.reducer.flat_buffer import describe
-from polytempo.server.optimizer_state import as_bytes
-from polytempo.server.optimizers import check_optimizer
+from polytempo.server.optimizer_state import as_bytes, check_optimizer
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.momentum import BARE
 from polytempo.sync.spec import Spec

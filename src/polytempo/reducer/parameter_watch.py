@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from polytempo.errors import UsageError
+from polytempo.protocol.training_troubles import ALIKE
 from polytempo.protocol.values import TensorInfo
-from polytempo.server.in_place_changes import ADVICE
 from polytempo.server.optimizer_state import as_bytes, digest_of_bytes, dtype_name, is_same
 from polytempo.transport.channel import Bytes
 
@@ -145,7 +145,7 @@ class ParameterWatch:
             if theirs != digests[first]:
                 unlike = (i for i in range(0, len(theirs), 8) if theirs[i : i + 8] != digests[first][i : i + 8])
                 which = name or self.name_of(next(unlike) // 8)
-                raise UsageError(f"workers {first} and {worker} hold different {which} after {CAUSES}; {ADVICE}")
+                raise UsageError(f"workers {first} and {worker} hold different {which} after {CAUSES}; {ALIKE}")
 
     def name_of(self, index: int) -> str:
         """What a parameter is called."""

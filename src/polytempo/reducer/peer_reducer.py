@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from polytempo.client.background_wait import BackgroundWait
+from polytempo.client.client import BackgroundWait
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.messages import Answer
-from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.push import Measures, StepReport
-from polytempo.protocol.values import ClosedRound, OptimizerSpec
+from polytempo.protocol.values import ClosedRound, OptimizerSpec, number_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.group_sums import GroupSums, RoundGroups
 from polytempo.reducer.peer_messages import PeerMessages

@@ -36,8 +36,7 @@ from polytempo.reducer.own_pushes import OwnPushes
 from polytempo.reducer.partial_push import PartialPushes
 from polytempo.reducer.push_filters import PushFilters
 from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack, unpack
-from polytempo.server.optimizers import is_whole
+from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, is_whole, pack, unpack
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
 from polytempo.sync.spec import parse_spec

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from polytempo.client.background_wait import BackgroundWait
+from polytempo.client.client import BackgroundWait
 from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.push import Measures
 from polytempo.reducer.flat_buffer import FlatBuffer

@@ -24,9 +24,8 @@ from polytempo.device.device import FENCE_BYTES, Device
 from polytempo.errors import PeerError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
-from polytempo.protocol.optimizer_names import number_of, number_of_part
 from polytempo.protocol.push import Measures, StepReport
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, number_of, number_of_part
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.gradient_mean import GradientMean

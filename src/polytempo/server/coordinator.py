@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from polytempo.errors import PeerError, counted, trained_alone
-from polytempo.protocol.duplicate_batches import DuplicateBatches
 from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
     GIVEN,
@@ -30,6 +29,7 @@ from polytempo.protocol.messages import (
     Arrived,
     AskWhere,
     Assigned,
+    Departed,
     Expecting,
     Failed,
     Finish,
@@ -58,11 +58,26 @@ from polytempo.protocol.messages import (
     StoreSet,
     Whereabouts,
 )
+from polytempo.protocol.training_troubles import DuplicateBatches
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.records.files import RecordWriter
 from polytempo.records.lines import MAIN
-from polytempo.server.checkpoint import JobCheckpoints
-from polytempo.server.coordinated_job import CoordinatedJob, JobRecord, describe, told_late
+from polytempo.server.checkpoint import (
+    JobCheckpoints,
+    ScriptStates,
+    mean_of_each,
+    newest_of_each,
+    read_states,
+)
+from polytempo.server.coordinated_job import (
+    LAST_LIFE,
+    CoordinatedJob,
+    JobKeyValues,
+    JobRecord,
+    RemoteHosts,
+    describe,
+    told_late,
+)
 from polytempo.server.effects import (
     EndLoop,
     LoopEffect,
@@ -73,8 +88,6 @@ from polytempo.server.effects import (
     ToShards,
     ToWorker,
 )
-from polytempo.server.membership import LAST_LIFE, JobKeyValues, RemoteHosts
-from polytempo.server.script_state import ScriptStates, WorkerObjects, mean_of_each, newest_of_each, read_states
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.validation import (
     check_end,
@@ -87,7 +100,6 @@ from polytempo.server.validation import (
     check_where,
 )
 from polytempo.summation import in_order
-from polytempo.sync.spec import parse_spec
 from polytempo.transport.channel import Bytes
 from polytempo.transport.keys import Credentials
 
@@ -132,17 +144,13 @@ class WorkerMessages:
         for name in self._sequencer.clocks.keys() - known:
             key = f"manifest/{name}"
             effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.optimizer_spec)))
-            effects += self._tell_choice(message.optimizer_spec)
+            spec = message.optimizer_spec
+            asked = spec.sync == self._sequencer.plan.sync and not spec.fallback
+            line = "" if asked else spec.parsed.told(spec.inner, spec.fallback)
+            if line and line not in self._told:  # once, if several optimizers have it
+                self._told.add(line)
+                effects += self._job.tell(line)
         return effects
-
-    def _tell_choice(self, spec: OptimizerSpec) -> list[LoopEffect]:
-        """Tell what was chosen for an optimizer and not asked for: once, if several have it."""
-        asked = spec.sync == self._sequencer.plan.sync and not spec.fallback
-        line = "" if asked else parse_spec(spec.sync).told(spec.inner, spec.fallback)
-        if not line or line in self._told:
-            return []
-        self._told.add(line)
-        return self._job.tell(line)
 
     def _repeat(self, sender: Hello, message: Repeat, now: float) -> list[LoopEffect]:
         if (message.id.worker, message.id.incarnation) != (sender.rank, sender.incarnation):
@@ -150,7 +158,7 @@ class WorkerMessages:
         return self._job.absorb(self._sequencer.repeat(message.id, message.place))
 
     def _read(self, sender: Hello, message: ReadRequest, now: float) -> list[LoopEffect]:
-        _check_rank(sender, message)
+        _check_sender(sender, message, message.worker)
         check_read(message)
         return self._job.absorb(self._sequencer.read(message))
 
@@ -175,13 +183,13 @@ class WorkerMessages:
         return self._job.absorb(self._sequencer.lease(sender.rank, sender.incarnation, message))
 
     def _metric(self, sender: Hello, message: MetricReport, now: float) -> list[LoopEffect]:
-        _check_rank(sender, message)
+        _check_sender(sender, message, message.worker)
         if message.progress is not None:
-            self._job.report_progress(message.progress, now)
+            self._job.progress_since = now if self._job.progress is None else self._job.progress_since
+            self._job.progress = message.progress
         return self._job.absorb(self._sequencer.metric(message, now))
 
     def report_state(self, sender: Hello, message: ScriptState, buffers: Sequence[Bytes]) -> list[LoopEffect]:
-        """A worker's script has this state after its last push."""
         check_script_state(message, buffers)
         if message.given:
             self._given.report(sender.rank, message, buffers)
@@ -190,19 +198,19 @@ class WorkerMessages:
 
     def _recall(self, sender: Hello, message: RecallState, now: float) -> list[LoopEffect]:
         check_recall(message)
-        found, plan = self._recalled(message.which, sender.rank), self._sequencer.plan
+        plan = self._sequencer.plan
+        if message.which == GIVEN:
+            found = newest_of_each(self._given.of)
+        else:
+            states = read_states(self._resume) if self._resume is not None else {}
+            if message.which == OWN:
+                found = states.get(sender.rank, {})
+            else:
+                found = newest_of_each(states) if message.which == NEWEST else mean_of_each(states)
         objects, parts = tuple(one for one, _ in found.values()), [part for _, held in found.values() for part in held]
         size, due = plan.resumed.get("size", plan.size), plan.resumed.get("clocks", {}).get(str(sender.rank), 0) - 1
         told = StateRecalled(which=message.which, objects=objects, step=plan.saved_push, size=size, due=due)
         return [ToWorker(sender.rank, told, parts)]
-
-    def _recalled(self, which: str, rank: int) -> WorkerObjects:
-        if which == GIVEN:
-            return newest_of_each(self._given.of)
-        states = read_states(self._resume) if self._resume is not None else {}
-        if which == OWN:
-            return states.get(rank, {})
-        return newest_of_each(states) if which == NEWEST else mean_of_each(states)
 
     def _store_set(self, sender: Hello, message: StoreSet, now: float) -> list[LoopEffect]:
         return self._answer_store(message.key, self._key_values.set(message.key, message.value, sender.rank))
@@ -230,11 +238,11 @@ class ServerMessages:
         }
 
     def _arrived(self, sender: Hello, message: Arrived, now: float) -> list[LoopEffect]:
-        _check_shard(sender, message)
+        _check_sender(sender, message, message.shard)
         return self._job.absorb(self._sequencer.arrived(message.shard, message.id, None, now))
 
     def _norm(self, sender: Hello, message: Norm, now: float) -> list[LoopEffect]:
-        _check_shard(sender, message)
+        _check_sender(sender, message, message.shard)
         squares = self._norms.setdefault((message.optimizer_id, message.version), [])
         squares.append(message.square)
         if len(squares) < self._sequencer.plan.shards:
@@ -244,7 +252,7 @@ class ServerMessages:
 
     def _saved(self, sender: Hello, message: Saved | NotSaved, now: float) -> list[LoopEffect]:
         """A shard has written its part of a checkpoint, or could not, or not what a worker's filters hold back."""
-        _check_shard(sender, message)
+        _check_sender(sender, message, message.shard)
         if isinstance(message, NotSaved) and message.worker >= 0:
             return self._job.report_unsaved([(message.name, f"what worker {message.worker} holds back: {message.reason}")])
         return self._job.report_unsaved(self._job.checkpoints.add_part(message))
@@ -266,8 +274,8 @@ class LaunchMessages:
             ("launcher", Expecting): self._expect,
             ("launcher", Stop): self._stop,
             ("launcher", Finish): self._finish,
-            ("agent", Heartbeat): self._heartbeat,
-            ("agent", Gone): self._gone_elsewhere,
+            ("agent", Heartbeat): self._agent_alive,
+            ("agent", Gone): self._agent_alive,
         }
 
     def _status(self, sender: Hello, message: StatusRequest, now: float) -> list[LoopEffect]:
@@ -283,8 +291,12 @@ class LaunchMessages:
         if message.reason != "finished":
             self._job.given_up[message.worker] = message.incarnation, message.cause
             self._job.record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})
-        left = self._job.left(message.worker, message.incarnation, message.reason, now)
-        return left + self._job.announce_end(message.worker)
+        effects = self._job.left(message.worker, message.incarnation, message.reason, now)
+        # Others go on without it by this word only (`collectives/quorum.py`): one that has only left the servers may still
+        # take part in their steps.
+        gone = {message.worker, *self._job.given_up}
+        others = [rank for rank in range(self._sequencer.plan.size) if rank not in gone]
+        return [*effects, *(ToWorker(rank, Departed(worker=message.worker, ended=True)) for rank in others)]
 
     def _expect(self, sender: Hello, message: Expecting, now: float) -> list[LoopEffect]:
         check_expecting(message, self._sequencer.plan.size)
@@ -297,17 +309,14 @@ class LaunchMessages:
         return self._job.stop(message.cause, over=False)
 
     def _finish(self, sender: Hello, message: Finish, now: float) -> list[LoopEffect]:
-        self._job.finish = message
-        return self._last_checkpoint(message)
-
-    def _last_checkpoint(self, finish: Finish) -> list[LoopEffect]:
         """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
+        self._job.finish = message
         self._job.checkpoints.failure = ""
         effects = self._job.report_unsaved(self._job.checkpoints.end())
         held = any(clock.has_values for clock in self._sequencer.clocks.values())
-        if self._job.checkpoints.directory is None or not held or (finish.exit_status and not finish.save):
+        if self._job.checkpoints.directory is None or not held or (message.exit_status and not message.save):
             return effects
-        last = self._sequencer.checkpoints.now() if finish.save else self._sequencer.checkpoints.at_the_end()
+        last = self._sequencer.checkpoints.now() if message.save else self._sequencer.checkpoints.at_the_end()
         if last is None or not self._job.checkpoints.lacks(last):
             return effects
         return effects + self._job.absorb([ToShards(Save(name=last.name)), last])
@@ -320,28 +329,20 @@ class LaunchMessages:
         text = f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, host.ranks))}"
         return [ToAgent(agent, Assigned(job=self._remote_facts, ranks=host.ranks, tokens=tokens)), *self._job.tell(text)]
 
-    def _heartbeat(self, sender: Hello, message: Heartbeat, now: float) -> list[LoopEffect]:
+    def _agent_alive(self, sender: Hello, message: Heartbeat | Gone, now: float) -> list[LoopEffect]:
+        """A heartbeat, or the end of a worker on the agent's host."""
         host = self._job.hosts.of_agent(sender.rank)
-        if host is None or host.cause:
-            return self._refuse_agent(sender.rank)
+        if host is None:
+            raise PeerError("unexpected message from an agent that has brought no workers")
+        if host.cause:
+            return [ToAgent(sender.rank, Stopped(cause=told_late(host.cause)))]
         self._job.hosts.heartbeat(host, now)
-        return [ToAgent(sender.rank, message)]  # so that the agent knows when this host is gone
-
-    def _gone_elsewhere(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
-        host = self._job.hosts.of_agent(sender.rank)
-        if host is None or host.cause:
-            return self._refuse_agent(sender.rank)
-        self._job.hosts.heartbeat(host, now)
+        if isinstance(message, Heartbeat):
+            return [ToAgent(sender.rank, message)]  # so that the agent knows when this host is gone
         if message.worker not in host.ranks or not self._job.has_launcher:
             return []
         check_end(message, self._sequencer.plan.size)
         return [ToLauncher(message)]
-
-    def _refuse_agent(self, agent: int) -> list[LoopEffect]:
-        host = self._job.hosts.of_agent(agent)
-        if host is None:
-            raise PeerError("unexpected message from an agent that has brought no workers")
-        return [ToAgent(agent, Stopped(cause=told_late(host.cause)))]
 
 
 class Coordinator:
@@ -372,27 +373,17 @@ class Coordinator:
             go_on_unsaved,
             ends_diverged,
         )
-        self._launch = LaunchMessages(self._job, credentials)
-        self._workers = WorkerMessages(self._job, resume)
-        self._handlers: HandlerTable = {
-            **self._workers.handlers,
-            **ServerMessages(self._job).handlers,
-            **self._launch.handlers,
-        }
+        launch, workers = LaunchMessages(self._job, credentials), WorkerMessages(self._job, resume)
+        self._handlers: HandlerTable = {**workers.handlers, **ServerMessages(self._job).handlers, **launch.handlers}
+        # What comes without a message that has a handler is theirs, too.
+        self.launcher_connected, self.agent_connected = self._job.meet_launcher, launch.agent_connected
+        self.script_state, self.stop = workers.report_state, self._job.stop
         self._facts = facts or {}
         self._duplicates = DuplicateBatches()
         self._budget_warned = self._samples_warned = False
         self._started = time.time()
 
     # Connections, as far as the job's decisions depend on them.
-
-    def launcher_connected(self) -> list[LoopEffect]:
-        """The launcher is there."""
-        return self._job.meet_launcher()
-
-    def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
-        """An agent brings workers from another host; `PeerError` where the job expects fewer."""
-        return self._launch.agent_connected(agent, count, now)
 
     def disconnected(self, sender: Hello | None, reason: str) -> list[LoopEffect]:
         """A connection is closed; `reason` is empty when the other side closed it."""
@@ -417,15 +408,10 @@ class Coordinator:
     # Messages and pushes.
 
     def handle(self, sender: Hello, message: AnyMessage, now: float) -> list[LoopEffect]:
-        """A message for the coordinator, from a worker, a server, the launcher or an agent."""
         handler = self._handlers.get((sender.role, type(message)))
         if handler is None:
             raise PeerError(f"unexpected {type(message).__name__} from {describe(sender)}")
         return handler(sender, message, now)
-
-    def script_state(self, sender: Hello, message: ScriptState, buffers: Sequence[Bytes]) -> list[LoopEffect]:
-        """A worker reports what its script has registered for checkpoints."""
-        return self._workers.report_state(sender, message, buffers)
 
     def push_arrived(self, push: Push, now: float) -> list[LoopEffect]:
         """A push has arrived in full at this server's own shard."""
@@ -455,22 +441,12 @@ class Coordinator:
             "end its loop with `if pt.should_stop(): break`"
         )
 
-    def _report_alone(self) -> list[LoopEffect]:
-        """Warn that workers have trained, and nothing was exchanged: a model each."""
-        alone = self._job.alone
-        if len(alone) < 2 or self._sequencer.clocks:
-            return []
-        who = f"each of {counted(len(alone), 'worker')} has"
-        return self._job.tell(f"warning: {trained_alone(who, max(alone.values()))}")
-
     # Time.
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        wake, host = self._job.next_wake(), self._job.hosts.next_deadline()
-        if wake is None or host is None:
-            return host if wake is None else wake
-        return min(wake, host)
+        host = self._job.hosts.next_deadline()
+        return min((*self._job.wakes[:1], *(() if host is None else (host,))), default=None)
 
     def tick(self, now: float) -> list[LoopEffect]:
         """All messages that have come were handled: timers that are due, hosts that are overdue."""
@@ -483,10 +459,6 @@ class Coordinator:
 
     # The end.
 
-    def stop(self, cause: str) -> list[LoopEffect]:
-        """The job ends early."""
-        return self._job.stop(cause)
-
     @property
     def is_done(self) -> bool:
         """Has the launcher ended the job, and is the last checkpoint written?"""
@@ -497,7 +469,10 @@ class Coordinator:
         server has to say of the device that its values are on."""
         finish, unsaved = self._job.finish, self._job.checkpoints.failure
         assert finish is not None
-        effects = self._watch_budget(0) + self._report_alone()
+        effects, alone = self._watch_budget(0), self._job.alone
+        if len(alone) > 1 and not self._sequencer.clocks:  # nothing was exchanged: a model each
+            who = f"each of {counted(len(alone), 'worker')} has"
+            effects += self._job.tell(f"warning: {trained_alone(who, max(alone.values()))}")
         if unsaved and not self._job.go_on_unsaved:
             finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or unsaved)
         progress = msgspec.structs.asdict(self._job.progress) if self._job.progress is not None else None
@@ -533,7 +508,6 @@ class Coordinator:
         return meta
 
     def close(self) -> None:
-        """Leave the record as it is."""
         self._job.record.abandon()
 
 
@@ -547,11 +521,8 @@ def manifest_of(spec: OptimizerSpec) -> str:
     return json.dumps(described)
 
 
-def _check_rank(sender: Hello, message: ReadRequest | MetricReport) -> None:
-    if message.worker != sender.rank:
-        raise PeerError(f"{type(message).__name__} for worker {message.worker} came from {describe(sender)}")
-
-
-def _check_shard(sender: Hello, message: Arrived | Norm | Saved | NotSaved) -> None:
-    if message.shard != sender.rank:
-        raise PeerError(f"{type(message).__name__} for shard {message.shard} came from {describe(sender)}")
+def _check_sender(sender: Hello, message: AnyMessage, number: int) -> None:
+    """A worker and a shard speak for themselves."""
+    if number != sender.rank:
+        who = "worker" if sender.role == "worker" else "shard"
+        raise PeerError(f"{type(message).__name__} for {who} {number} came from {describe(sender)}")

@@ -8,8 +8,8 @@
     ShareDevice   device memory of a worker        mapped; pushes may lie there from then on
 
 **Fences.** A push with a fence lies in shared device memory (`server/device_share.py`), and its header comes before its
-gradient. It is pending until the worker's stream has reached the fence, which a thread watches (`server/fence_watch.py`),
-and has arrived then. A pending push of a worker whose connection ends is dropped: it was never written in full.
+gradient. It is pending until the worker's stream has reached the fence, which a thread watches, and has arrived then. A
+pending push of a worker whose connection ends is dropped: it was never written in full.
 
 **Receipts.** A worker asks about a push on the connection it sent the push on, so behind it, and the reply comes behind what
 the server has sent. So what the inbox does not know was lost on the way here, and what it has answered and the worker does
@@ -35,6 +35,8 @@ from polytempo.protocol.messages import (
     Hello,
     Keep,
     PartialPush,
+    Pull,
+    PulledRows,
     Push,
     PushStatus,
     ReadAnswer,
@@ -42,6 +44,7 @@ from polytempo.protocol.messages import (
     Resend,
     ShareDevice,
     StatusReply,
+    UnknownKeys,
 )
 from polytempo.protocol.push import (
     Content,
@@ -54,10 +57,9 @@ from polytempo.protocol.push import (
     StepReport,
     row_buffers,
 )
-from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, Pull, PulledRows, PushId, UnknownKeys
-from polytempo.server.device_share import DeviceShare, open_share
+from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, PushId
+from polytempo.server.device_share import DeviceShare, FenceWatch, open_share
 from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
-from polytempo.server.fence_watch import FenceWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, unpack
 from polytempo.server.shard import PushBuffer, Shard
 from polytempo.server.shard_executor import EndShares, KeepHere, PullHere, ShardExecutor, WorkerReply
@@ -105,7 +107,6 @@ class Receipts:
             del kept[next(iter(kept))]
 
     def lost(self, worker: int, incarnation: int, key: ReceiptKey) -> None:
-        """What had arrived was dropped."""
         self._kept.get((worker, incarnation), {}).pop(key, None)
 
     def state(self, worker: int, incarnation: int, key: ReceiptKey) -> tuple[str, int]:
@@ -140,9 +141,12 @@ class ReceivedBuckets:
         """The push as if it had come whole; None when a bucket that it names is not here."""
         if not content.sent_buckets and not content.patches:
             return buffers
-        found = list(self._found(push, content))
-        if len(found) < len(content.sent_buckets):
-            return None
+        found = []
+        for bucket in content.sent_buckets:
+            kept = self._kept.get((push.optimizer_id, push.worker, push.incarnation, bucket.number))
+            if kept is None or kept[0].serial != bucket.serial or kept[0].id != push:
+                return None
+            found.append(kept)
         pairs = [(piece, data) for partial, parts in found for piece, data in zip(partial.pieces, parts, strict=True)]
         if len(content.patches) != len(buffers):
             raise PeerError("a push was refused: it has more pieces than it names, or fewer")
@@ -158,12 +162,6 @@ class ReceivedBuckets:
             self._drop((push.optimizer_id, push.worker, push.incarnation, bucket.number))
         return whole
 
-    def _found(self, push: PushId, content: Content) -> Iterator[tuple[PartialPush, list[Bytes]]]:
-        for bucket in content.sent_buckets:
-            kept = self._kept.get((push.optimizer_id, push.worker, push.incarnation, bucket.number))
-            if kept is not None and kept[0].serial == bucket.serial and kept[0].id == push:
-                yield kept
-
     def _put(self, whole: list[Bytes], piece: BufferRange, data: Bytes) -> None:
         fits = 0 <= piece.buffer < len(whole) and 0 <= piece.start <= piece.stop <= whole[piece.buffer].nbytes
         if not fits or data.nbytes != piece.stop - piece.start:
@@ -175,7 +173,6 @@ class ReceivedBuckets:
             self._pool.give(buffer)
 
     def forget(self, worker: int, incarnation: int) -> None:
-        """Drop the buckets of this incarnation of a worker, and of those before it."""
         for key in [key for key in self._kept if key[1] == worker and key[2] <= incarnation]:
             self._drop(key)
 
@@ -197,7 +194,8 @@ class KeyCache:
 
     def whole(self, worker: int, content: Content, buffers: Sequence[Bytes]) -> tuple[list[Bytes], list[Bytes]]:
         """The dense buffers of a push, and those of its tables with every list of ids; `MissingKeys` when one is missing."""
-        known = sum(self._key(keys).known for keys in _key_lists(content) if keys)
+        lists = [*(part.keys for part in content.rows if part.span is None), *(want.keys for want in content.wants)]
+        known = sum(self._key(keys).known for keys in lists if keys)
         count = row_buffers(content) - known
         if count > len(buffers):
             raise PeerError(f"a push was refused: {len(buffers)} buffers came, its tables alone need {count}")
@@ -236,11 +234,6 @@ class KeyCache:
         return as_bytes(ids).copy()  # the memory of pushes is used again
 
 
-def _key_lists(content: Content) -> Iterator[Sequence[Keys]]:
-    yield from (part.keys for part in content.rows if part.span is None)
-    yield from (want.keys for want in content.wants)
-
-
 class ShardInbox:
     """Handles what workers send to one shard, and feeds the shard executor."""
 
@@ -257,23 +250,14 @@ class ShardInbox:
         self.handlers: dict[type, InboxHandler] = {
             Push: self._push,
             PartialPush: self._partial_push,
-            PushStatus: self._push_status,
+            PushStatus: lambda sender, asked, _: self._tell_status(sender, (asked.what, asked.optimizer_id, asked.number)),
             Pull: self._pull,
             Keep: self._keep,
             ShareDevice: self._share,
         }
-        self._entries: dict[type, Callable[[Any], None]] = {
-            Update: self._update,
-            Reply: self._reply,
-            Seed: self._load,
-            LoadState: self._load,
-            Drop: self._drop,
-            ForgetWorker: self._forget,
-        }
 
     @property
     def waiting(self) -> int:
-        """How many pushes the log has not asked for yet."""
         return len(self._arrived)
 
     # Messages of workers.
@@ -324,25 +308,24 @@ class ShardInbox:
 
     def _share(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> list[LoopEffect]:
         """Map a worker's device memory, or say why not: its pushes come in buffers then."""
-        refusal = ""
+        told = DeviceShared(optimizer_id=message.optimizer_id, shard=self._executor.shard)
+        shard, key = (
+            self._executor.optimizer_shards.get(message.optimizer_id),
+            (message.optimizer_id, sender.rank, sender.incarnation),
+        )
         try:
-            self._map(sender, message, buffers)
+            if shard is None:
+                raise PeerError(f"there is no optimizer {message.optimizer_id[:40]!r} on server {told.shard} yet")
+            if shard.device is None:
+                raise PeerError(f"the values of server {told.shard} are in the memory of the CPU")
+            if reason := shard.needs_buffers:
+                raise PeerError(f"{reason} needs pushes and answers in host memory")
+            if key in self._executor.shares:
+                raise PeerError(f"worker {sender.rank} shares device memory for this optimizer already")
+            self._executor.shares[key] = open_share(message, buffers, shard.device, shard.layout, told.shard)
         except PeerError as error:
-            refusal = str(error)
-        told = DeviceShared(optimizer_id=message.optimizer_id, shard=self._executor.shard, refusal=refusal)
+            told.refusal = str(error)
         return [ToWorker(sender.rank, told)]
-
-    def _map(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> None:
-        shard, key = self._executor.optimizer_shards.get(message.optimizer_id), _share_key(sender, message.optimizer_id)
-        if shard is None:
-            raise PeerError(f"there is no optimizer {message.optimizer_id[:40]!r} on server {self._executor.shard} yet")
-        if shard.device is None:
-            raise PeerError(f"the values of server {self._executor.shard} are in the memory of the CPU")
-        if reason := shard.needs_buffers:
-            raise PeerError(f"{reason} needs pushes and answers in host memory")
-        if key in self._executor.shares:
-            raise PeerError(f"worker {sender.rank} shares device memory for this optimizer already")
-        self._executor.shares[key] = open_share(message, buffers, shard.device, shard.layout, self._executor.shard)
 
     def _share_of(self, push: PushId) -> DeviceShare:
         share = self._executor.shares.get((push.optimizer_id, push.worker, push.incarnation))
@@ -380,20 +363,18 @@ class ShardInbox:
             shard.rows.check_rows(content, rows)
         if content.skip:
             return list(rows)
-        whole = self._dense(push, content, shard, buffers)
+        # What is not of tables is where its worker has put it, or is put together from what came.
+        whole: Sequence[PushBuffer] | None
+        if not content.fence:
+            whole = self._partial.assemble(push, content, shard.unfiltered(buffers), shard.expected)
+        elif buffers:
+            raise PeerError(f"a push was refused: {len(buffers)} buffers came with one that has a fence, expected none")
+        else:
+            whole = self._share_of(push).gradients
         if whole is None:
             return None
         shard.check(whole)
         return [*whole, *rows]
-
-    def _dense(self, push: PushId, content: Content, shard: Shard, buffers: list[Bytes]) -> list[PushBuffer] | None:
-        """The part of a push that is not of tables: where its worker has put it, or put together from what came."""
-        if content.fence:
-            if buffers:
-                raise PeerError(f"a push was refused: {len(buffers)} buffers came with one that has a fence, expected none")
-            return list(self._share_of(push).gradients)
-        assembled = self._partial.assemble(push, content, shard.unfiltered(buffers), shard.expected)
-        return None if assembled is None else list(assembled)
 
     def _check_spec(self, optimizer_id: str, content: Content, spec: OptimizerSpec) -> None:
         check_fit(content, spec)
@@ -401,9 +382,6 @@ class ShardInbox:
         if steps and content.hyper != self._hyper.get(optimizer_id):
             check_hyper(content, spec)
             self._hyper[optimizer_id] = content.hyper
-
-    def _push_status(self, sender: Hello, message: PushStatus, buffers: list[Bytes]) -> list[LoopEffect]:
-        return self._tell_status(sender, (message.what, message.optimizer_id, message.number))
 
     def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[LoopEffect]:
         """What became of what a worker has sent; and for which ranks it waits, if the policy holds it."""
@@ -414,7 +392,6 @@ class ShardInbox:
         return [told]
 
     def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[LoopEffect]:
-        """Rows for a worker, outside the log."""
         shard = self._executor.optimizer_shards.get(pull.optimizer_id)
         if shard is None:
             raise PeerError(f"a pull was refused: there is no optimizer {pull.optimizer_id[:40]!r} yet")
@@ -455,32 +432,27 @@ class ShardInbox:
     def carry_out(self, entries: Sequence[LogEntry]) -> None:
         """Hand entries of the log to the shard executor, with the pushes they name."""
         for entry in entries:
-            self._entries.get(type(entry), self._pass_on)(entry)
-
-    def _pass_on(self, entry: LogEntry) -> None:
-        self._executor.put(entry, {})
-
-    def _update(self, entry: Update) -> None:
-        self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
-
-    def _reply(self, entry: Reply) -> None:
-        self._executor.put(entry, {})
-        if self._arrived:  # what a repeat brought once more
-            self._arrived.pop(PushId(entry.optimizer_id, entry.worker, entry.incarnation, entry.exchange), None)
-
-    def _load(self, entry: Seed | LoadState) -> None:
-        if isinstance(entry, LoadState) and entry.again:
-            self._arrived.pop(entry.id, None)
-            self._executor.put(entry, {})
-        else:
-            self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
-
-    def _drop(self, entry: Drop) -> None:
-        """A push is not applied; its answer shall still bring the rows it wanted."""
-        push, buffers = self._arrived.pop(entry.id, (None, []))
-        shard = self._executor.optimizer_shards.get(entry.id.optimizer_id)
-        if push is not None and shard is not None and shard.rows and isinstance(push.body, Content):
-            self._executor.put(entry, {entry.id: (push, buffers)})
+            match entry:
+                case Reply():
+                    self._executor.put(entry, {})
+                    if self._arrived:  # what a repeat brought once more
+                        self._arrived.pop(PushId(entry.optimizer_id, entry.worker, entry.incarnation, entry.exchange), None)
+                case Update():
+                    self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
+                case LoadState(again=True):
+                    self._arrived.pop(entry.id, None)
+                    self._executor.put(entry, {})
+                case Seed() | LoadState():
+                    self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
+                case Drop():  # a push is not applied; its answer shall still bring the rows it wanted
+                    push, buffers = self._arrived.pop(entry.id, (None, []))
+                    shard = self._executor.optimizer_shards.get(entry.id.optimizer_id)
+                    if push is not None and shard is not None and shard.rows and isinstance(push.body, Content):
+                        self._executor.put(entry, {entry.id: (push, buffers)})
+                case ForgetWorker():
+                    self._forget(entry)
+                case _:
+                    self._executor.put(entry, {})
 
     def disconnected(self, sender: Hello) -> None:
         """A worker's connection has ended: what it was writing is not complete, and its memory is not used any more."""
@@ -514,10 +486,6 @@ class ShardInbox:
         for identity in [i for i in self._arrived if i.worker == entry.worker and i.incarnation <= entry.incarnation]:
             if identity not in entry.counted:
                 del self._arrived[identity]
-
-
-def _share_key(sender: Hello, optimizer_id: str) -> tuple[str, int, int]:
-    return optimizer_id, sender.rank, sender.incarnation
 
 
 def _check_pusher(sender: Hello, identity: PushId) -> None:

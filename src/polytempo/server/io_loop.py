@@ -56,10 +56,9 @@ from polytempo.server.effects import (
 )
 from polytempo.server.inbox import ShardInbox
 from polytempo.server.shard_executor import ShardExecutor, WorkerReply
-from polytempo.server.validation import check_hello, refusal
-from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Received
+from polytempo.server.validation import check_hello
+from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Poller, Received
 from polytempo.transport.keys import Credentials
-from polytempo.transport.poller import Poller
 
 #: What a peer may send at once after its Hello was accepted.
 MEMBER_LIMIT = 1 << 40
@@ -78,27 +77,14 @@ class Connections:
     def add_worker(self, peer: Peer, hello: Hello) -> None:
         """A worker, or a later connection or incarnation of it; `PeerError` for a second process of the same rank."""
         before = self.workers.get(hello.rank)
-        if before is not None:
-            _check_takes_over(before.who, hello)
+        if before is not None and before.who.incarnation > hello.incarnation:
+            raise PeerError(f"worker {hello.rank} was started again; this is an earlier incarnation of it")
+        if before is not None and before.who.incarnation == hello.incarnation and before.who.pid != hello.pid:
+            raise PeerError(
+                f"process {before.who.pid} is worker {hello.rank} already, so process {hello.pid} cannot be; "
+                "start each rank once, or run what it starts outside the job"
+            )
         self.workers[hello.rank], self.incarnations[hello.rank] = peer, hello.incarnation
-
-    def remove(self, peer: Peer) -> None:
-        """A connection is closed."""
-        who = peer.who
-        if who is not None and who.role == "worker" and self.workers.get(who.rank) is peer:
-            del self.workers[who.rank]
-        if peer is self.launcher:
-            self.launcher = None
-
-
-def _check_takes_over(before: Hello, after: Hello) -> None:
-    if before.incarnation > after.incarnation:
-        raise PeerError(f"worker {after.rank} was started again; this is an earlier incarnation of it")
-    if before.incarnation == after.incarnation and before.pid != after.pid:
-        raise PeerError(
-            f"process {before.pid} is worker {after.rank} already, so process {after.pid} cannot be; "
-            "start each rank once, or run what it starts outside the job"
-        )
 
 
 class IoLoop:
@@ -127,17 +113,6 @@ class IoLoop:
         self._inbox = ShardInbox(executor)
         self._itself = Hello(role="server", rank=executor.shard)
         self._early: list[LogEntry] = []  # of the time before all servers were connected
-        self._effects: dict[type, Callable[[Any], None]] = {
-            ToWorker: self._to_worker,
-            ToServers: self._to_servers,
-            ToLauncher: self._to_launcher,
-            ToAgent: self._to_agent,
-            ShareNorm: self._share_norm,
-            StopWorkers: self._stop_workers,
-            EndLoop: self._end,
-            PushArrived: self._push_arrived,
-            ReportHold: self._report_hold,
-        }
         self._from_coordinator: dict[type, Callable[[Any], None]] = {
             Entries: lambda message: self._inbox.carry_out(message.entries),
             NormTotal: lambda message: executor.norm_total(message.square),
@@ -156,7 +131,6 @@ class IoLoop:
             to_coordinator.send(encode(self._itself))
 
     def run(self) -> None:
-        """Serve until the job is over."""
         torch.set_grad_enabled(False)  # in this thread
         try:
             while not self._over:
@@ -172,8 +146,8 @@ class IoLoop:
                 self._to_coordinator.close()
 
     def _turn(self) -> None:
-        """Wait for events, and handle all that are there."""
-        ready = self._poller.poll(self._poll_timeout())
+        due = self._coordinator.next_deadline() if self._coordinator is not None else None
+        ready = self._poller.poll(None if due is None else max(0, int((due - time.monotonic()) * 1000 + 0.999)))
         for endpoint in self._endpoints:
             for event in endpoint.handle(ready):
                 self._closed(event) if isinstance(event, Closed) else self._received(event)
@@ -194,11 +168,6 @@ class IoLoop:
                 )
             self._deliver()  # entries that were appended just now may be carried out already
 
-    def _poll_timeout(self) -> int | None:
-        """Milliseconds until a timer is due."""
-        due = self._coordinator.next_deadline() if self._coordinator is not None else None
-        return None if due is None else max(0, int((due - time.monotonic()) * 1000 + 0.999))
-
     # Connections.
 
     def _received(self, event: Received) -> None:
@@ -210,7 +179,7 @@ class IoLoop:
             else:
                 self._dispatch(peer, message, event.buffers)
         except PolytempoError as error:  # an invalid message: its sender is disconnected, the job goes on
-            reason = refusal(error)
+            reason = " ".join(str(error).split())  # in one line
             peer.send(encode(Refused(reason=reason)))
             peer.close()
             self._closed(Closed(peer, reason))
@@ -267,7 +236,9 @@ class IoLoop:
         who = event.peer.who
         if who is not None and self._connections.workers.get(who.rank) is event.peer:
             self._inbox.disconnected(who)
-        self._connections.remove(event.peer)
+            del self._connections.workers[who.rank]
+        if event.peer is self._connections.launcher:
+            self._connections.launcher = None
         if self._coordinator is not None:
             self._perform(self._coordinator.disconnected(who, event.reason))
         elif event.reason:
@@ -304,7 +275,6 @@ class IoLoop:
             self._inbox.note_read(sender, message)
 
     def _receive_log(self, channel: Channel) -> None:
-        """Messages of the coordinator's server."""
         try:
             while (received := channel.receive()) is not None:
                 message = decode(received[0])
@@ -315,7 +285,6 @@ class IoLoop:
             self._stop("the coordinator (server 0) is gone")
 
     def _deliver(self) -> None:
-        """Pass on what the shard executor has to say."""
         for item in self.executor.take():
             if isinstance(item, WorkerReply):
                 self._reply(item)
@@ -349,10 +318,39 @@ class IoLoop:
         """Carry out effects; entries of the log go last, together."""
         entries: list[LogEntry] = []
         for effect in effects:
-            if isinstance(effect, ToShards):
-                entries.append(effect.entry)
-            else:
-                self._effects[type(effect)](effect)
+            match effect:
+                case ToShards():
+                    entries.append(effect.entry)
+                case PushArrived():
+                    if self._coordinator is not None:
+                        self._perform(self._coordinator.push_arrived(effect.push, time.monotonic()))
+                    else:
+                        self._tell_coordinator(Arrived(shard=self.executor.shard, id=effect.push.id))
+                case ToWorker():
+                    peer = self._connections.workers.get(effect.worker)
+                    if peer is not None:
+                        peer.send(encode(effect.message), effect.buffers)
+                    if isinstance(effect.message, Refused):
+                        self.executor.release(effect.worker)  # it will not be answered
+                case ReportHold():
+                    if self._coordinator is not None:
+                        self._perform(self._coordinator.report_hold(effect.id))
+                case ToServers():
+                    self._to_servers(effect.message)
+                case ToLauncher():
+                    if self._connections.launcher is not None:
+                        self._connections.launcher.send(encode(effect.message))
+                case ToAgent():
+                    self._connections.agents[effect.agent].send(encode(effect.message))
+                case ShareNorm():
+                    self.executor.norm_total(effect.total.square)
+                    self._to_servers(effect.total)
+                case StopWorkers():
+                    for peer in self._connections.workers.values():
+                        peer.send(encode(Stopped(cause=effect.cause)))
+                    self.executor.release()
+                case EndLoop():
+                    self._over = True
         if entries:
             self._append_log(entries)
 
@@ -364,52 +362,15 @@ class IoLoop:
         if not entries:
             return
         if self._connections.servers:
-            self._to_servers(ToServers(Entries(entries=tuple(entries))))
+            self._to_servers(Entries(entries=tuple(entries)))
         self._inbox.carry_out(entries)
 
-    def _push_arrived(self, effect: PushArrived) -> None:
-        if self._coordinator is not None:
-            self._perform(self._coordinator.push_arrived(effect.push, time.monotonic()))
-        else:
-            self._tell_coordinator(Arrived(shard=self.executor.shard, id=effect.push.id))
-
-    def _report_hold(self, effect: ReportHold) -> None:
-        if self._coordinator is not None:
-            self._perform(self._coordinator.report_hold(effect.id))
-
-    def _to_worker(self, effect: ToWorker) -> None:
-        peer = self._connections.workers.get(effect.worker)
-        if peer is not None:
-            peer.send(encode(effect.message), effect.buffers)
-        if isinstance(effect.message, Refused):
-            self.executor.release(effect.worker)  # it will not be answered
-
-    def _to_servers(self, effect: ToServers) -> None:
-        header = encode(effect.message)
+    def _to_servers(self, message: AnyMessage) -> None:
+        header = encode(message)
         for peer in self._connections.servers.values():
             peer.send(header)
 
-    def _to_launcher(self, effect: ToLauncher) -> None:
-        if self._connections.launcher is not None:
-            self._connections.launcher.send(encode(effect.message))
-
-    def _to_agent(self, effect: ToAgent) -> None:
-        self._connections.agents[effect.agent].send(encode(effect.message))
-
-    def _share_norm(self, effect: ShareNorm) -> None:
-        self.executor.norm_total(effect.total.square)
-        self._to_servers(ToServers(effect.total))
-
-    def _stop_workers(self, effect: StopWorkers) -> None:
-        for peer in self._connections.workers.values():
-            peer.send(encode(Stopped(cause=effect.cause)))
-        self.executor.release()
-
-    def _end(self, effect: EndLoop) -> None:
-        self._over = True
-
     def _stop(self, cause: str) -> None:
-        """End the job early."""
         own: list[LoopEffect] = [StopWorkers(cause), EndLoop()]
         self._perform(own if self._coordinator is None else self._coordinator.stop(cause))
 

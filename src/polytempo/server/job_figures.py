@@ -1,21 +1,249 @@
-"""What a job has done so far, read from its clocks, statistics and budget: for checkpoints, the display and meta.json."""
+"""What a job has done so far: for checkpoints, the display and meta.json.
+
+WorkerStatistics    what each worker did, counted as it happens
+DivergenceGuard     gives the rule (`sync/divergence.py`) what workers have seen of their steps; the first divergence is
+                    one effect, `Diverged`: the coordinator tells the user, or ends the job
+CheckpointContents  the manifest of a checkpoint of this moment
+JobFigures          status and summary
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
-
 from polytempo.protocol.messages import Push, Status, WorkerStatus
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.push import Measures, PushedChange, PushedValues
+from polytempo.protocol.training_troubles import Circumstances, diverged, not_finite
 from polytempo.records.lines import MAIN, MEAN
-from polytempo.server.divergence_guard import DivergenceGuard
-from polytempo.server.effects import Checkpoint
+from polytempo.server.effects import Checkpoint, Diverged
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock
+from polytempo.server.resume_rules import proposal_of
 from polytempo.server.sample_ledger import SampleLedger
-from polytempo.server.worker_statistics import WorkerStatistics, sum_up
+from polytempo.summation import in_order
+from polytempo.sync.divergence import Divergence, DivergenceRule, Seen
 from polytempo.sync.spec import compared
+
+
+@dataclass
+class WorkerStatistics:
+    """One worker's figures. Seconds are those of the sequencer's clock, but for `computing` and `exchanging`, its own."""
+
+    worker: int
+    state: str = "absent"
+    step: int = 0
+    steps: int = 0
+    pushes: int = 0
+    samples: float = 0.0
+    discarded: int = 0
+    nonfinite: int = 0
+    computing_s: float = 0.0
+    exchanging_s: float = 0.0
+    waiting_s: float = 0.0
+    wasted_s: float = 0.0  # computing for pushes that were discarded
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    accepted: bool = False  # was any push of it counted, of whatever optimizer?
+    joined_at: float | None = None
+    left_at: float | None = None
+    earlier_s: float = 0.0  # in earlier lives
+    held_since: float | None = None
+    waiting_for: tuple[int, ...] = field(default_factory=tuple)
+
+    def back(self, now: float) -> None:
+        self.earlier_s = self.present(now)
+        self.joined_at = self.left_at = self.held_since = None
+        self.state = "absent"
+
+    def pushed(self, push: Push, sign: int = 1, counts: bool = True) -> None:
+        """A push was counted (or, with sign -1, refused after all).
+
+        Where groups of ranks train side by side, only steps of the main one are the job's (`counts`); of the others' ranks
+        this is how they spend their time.
+        """
+        measures = push.measures
+        self.computing_s += sign * measures.computed
+        self.exchanging_s += sign * measures.exchanging(waited=0.0)
+        self.bytes_sent, self.bytes_received = push.sent, push.received
+        if not counts:
+            return
+        self.steps += sign * measures.count
+        self.pushes += sign
+        self.samples += sign * measures.taken
+        self.nonfinite += sign * measures.nonfinite
+
+    def discard(self, measures: Measures) -> None:
+        self.steps -= measures.count
+        self.pushes -= 1
+        self.samples -= measures.taken
+        self.discarded += 1
+        self.wasted_s += measures.computed
+
+    def stale(self, by: int) -> None:
+        self.staleness_sum += by
+        self.staleness_max = max(self.staleness_max, by)
+
+    def held(self, now: float, waiting_for: tuple[int, ...]) -> None:
+        self.state = "waiting"
+        self.held_since = now if self.held_since is None else self.held_since
+        self.waiting_for = waiting_for
+
+    def released(self, step: int, now: float) -> None:
+        self.state, self.step = "computing", step
+        if self.held_since is not None:
+            if self.joined_at is not None:  # waiting for the others to start is not the mode's doing
+                self.waiting_s += now - self.held_since
+            self.held_since = None
+            self.waiting_for = ()
+        if self.joined_at is None:
+            self.joined_at = now
+
+    def left(self, reason: str, now: float) -> None:
+        if self.held_since is not None and self.joined_at is not None:
+            self.waiting_s += now - self.held_since
+        self.state, self.left_at, self.held_since = reason, now, None
+
+    def present(self, now: float) -> float:
+        """Seconds between its first release and its end, in all its lives."""
+        if self.joined_at is None:
+            return self.earlier_s
+        return self.earlier_s + (now if self.left_at is None else self.left_at) - self.joined_at
+
+    @property
+    def communicating_s(self) -> float:
+        """Of its exchanges, the seconds that no mode made it wait."""
+        return max(self.exchanging_s - self.waiting_s, 0.0)
+
+    def status(self, now: float) -> WorkerStatus:
+        held = now - self.held_since if self.held_since is not None else 0.0
+        waited = self.waiting_s + (held if self.joined_at is not None else 0.0)
+        return WorkerStatus(
+            self.worker,
+            self.step + self.steps - self.pushes,  # a push may be of several steps: a block, a share
+            self.samples,
+            self.state,
+            waited,
+            held,
+            self.present(now),
+            self.waiting_for,
+            self.accepted,
+        )
+
+    @property
+    def whereabouts(self) -> str:
+        """What it does, for other workers that wait for it."""
+        if self.state in ("waiting", "computing"):
+            return f"is in optimizer.step(), step {self.step}" if self.state == "waiting" else f"computes step {self.step}"
+        return "has made no optimizer and waits in no call" if self.state == "absent" else f"has {self.state}"
+
+    def as_dict(self, now: float) -> dict[str, Any]:
+        """For meta.json, in the words of the simulator's outcome."""
+        return {
+            "worker": self.worker,
+            "state": self.state,
+            "steps": self.steps,
+            "samples": self.samples,
+            "discarded": self.discarded,
+            "nonfinite": self.nonfinite,
+            "computing_s": self.computing_s,
+            "waiting_s": self.waiting_s,
+            "communicating_s": self.communicating_s,
+            "present_s": self.present(now),
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "staleness_mean": self.staleness_sum / max(self.pushes, 1),
+            "staleness_max": self.staleness_max,
+        }
+
+
+def sum_up(statistics: list[WorkerStatistics], now: float, started: float | None) -> dict[str, Any]:
+    """The job's figures, under the same names as the simulator's."""
+    present = in_order(stats.present(now) for stats in statistics) or 1.0
+    seconds = now - started if started is not None else 0.0
+    samples = in_order(stats.samples for stats in statistics)
+    steps = sum(stats.steps for stats in statistics)
+    useful = in_order(stats.computing_s - stats.wasted_s for stats in statistics)
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "samples": samples,
+        "discarded": sum(stats.discarded for stats in statistics),
+        "nonfinite": sum(stats.nonfinite for stats in statistics),
+        "samples_per_second": samples / seconds if seconds else 0.0,
+        "efficiency": useful / present,
+        "computing": in_order(stats.computing_s for stats in statistics) / present,
+        "waiting": in_order(stats.waiting_s for stats in statistics) / present,
+        "communicating": in_order(stats.communicating_s for stats in statistics) / present,
+        "staleness_mean": sum(stats.staleness_sum for stats in statistics) / max(sum(a.pushes for a in statistics), 1),
+        "staleness_max": max(stats.staleness_max for stats in statistics),
+        "workers": [stats.as_dict(now) for stats in statistics],
+    }
+
+
+class DivergenceGuard:
+    """Looks at the pushes of all optimizers of a job."""
+
+    def __init__(self, size: int, statistics: Sequence[WorkerStatistics]) -> None:
+        self._size, self._statistics = size, statistics
+        self._rules: dict[str, DivergenceRule] = {}
+        self._told = ""  # what has gone wrong first
+        self._update = 0  # of its optimizer, by then
+
+    def pushed(self, clock: OptimizerClock, push: Push, step: int) -> list[Diverged]:
+        """A push was accepted; the first divergence, if it shows that. `step`: the worker's, for people."""
+        found = self._look(clock, push.measures)
+        if found is None or self._told:
+            return []
+        circumstances = circumstances_of(clock, push, self._statistics)
+        self._update = clock.version
+        if found.finite:
+            self._told = diverged(clock.version, found.loss, found.start, found.change, found.gradient, found.size)
+            return [Diverged(self._told, circumstances.advice)]
+        averages = clock.spec.capabilities.averages
+        on_values = not push.measures.nonfinite or averages or isinstance(push.body, PushedChange | PushedValues)
+        self._told = not_finite(push.id.worker, step, "model" if on_values else "gradient")
+        return [Diverged(self._told, circumstances.advice_on_nonfinite)]
+
+    def _look(self, clock: OptimizerClock, measures: Measures) -> Divergence | None:
+        nonfinite = measures.nonfinite and measures.samples > 0  # what weighs nothing changes nothing
+        if not measures.vital_signs and not nonfinite:
+            return None
+        if clock.name not in self._rules:
+            self._rules[clock.name] = DivergenceRule(len(clock.optimizer_spec.members) or self._size)
+        rule = self._rules[clock.name]
+        if nonfinite:
+            return rule.add_nonfinite()
+        return rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size) for signs in measures.vital_signs])
+
+    def summary(self) -> dict[str, Any]:
+        """What went wrong first, at which update, and whether the training has come back; empty where nothing did."""
+        if not self._told:
+            return {}
+        found = [rule.found for rule in self._rules.values() if rule.found is not None]
+        return {"update": self._update, "trouble": self._told, "recovered": all(one.recovered for one in found)}
+
+
+def circumstances_of(clock: OptimizerClock, push: Push, statistics: Sequence[WorkerStatistics]) -> Circumstances:
+    """How the optimizer of this push trains."""
+    hyper = push.made.hyper
+    group: dict[str, Any] = hyper[0] if hyper else {}
+    rate = group.get("local lr", group.get("lr"))
+    averages = clock.spec.capabilities.averages
+    on_servers = clock.optimizer_spec.apply == "server" and not averages
+    momentum = group.get("momentum") or (group.get("betas") or (0.0,))[0]
+    pushes = sum(stats.pushes for stats in statistics)
+    return Circumstances(
+        sync=clock.spec.text,
+        rate=float(rate) if isinstance(rate, int | float) else None,
+        momentum=float(momentum) if on_servers and isinstance(momentum, int | float) else 0.0,
+        movable=clock.spec.mode.keeps_momentum,
+        staleness=sum(stats.staleness_sum for stats in statistics) / max(pushes, 1),
+        local=averages,
+    )
 
 
 class CheckpointContents:
@@ -47,9 +275,15 @@ class CheckpointContents:
         return self.at(main.made.slowest, main.policy.reached) if main.policy.members else self.at_the_end()
 
     def manifest(self, step: int, pushes: int) -> dict[str, Any]:
-        """What a checkpoint must know beside the tensors."""
         clocks = self._clocks[MAIN].policy.progress.pushed if MAIN in self._clocks else {}
-        pending = self._pending()
+        # What is counted but in no update is lost to a job that goes on from here, and its samples are not done.
+        pending = self._clocks[MAIN].pending() if MAIN in self._clocks else []
+        tracks: dict[str, dict[str, Any]] = {}
+        for name, clock in self._clocks.items():
+            if not name.endswith(MEAN):
+                tracks[name] = {"proposal": proposal_of(clock.optimizer_spec), "version": clock.version}
+                if learned := clock.policy.saved():  # for a job that goes on in the same mode
+                    tracks[name]["policy"] = {"sync": clock.spec.text, "saved": learned}
         return {
             "step": step,
             "exchange": pushes,
@@ -59,19 +293,10 @@ class CheckpointContents:
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
             "positions": self.ledger.parts({push.id.worker for push in pending if push.measures.positions}, self._lost()),
-            "tracks": {
-                name: {"proposal": _plain(clock.optimizer_spec), "version": clock.version, **_policy(clock)}
-                for name, clock in self._clocks.items()
-                if not name.endswith(MEAN)
-            },
+            "tracks": tracks,
         }
 
-    def _pending(self) -> list[Push]:
-        """What is counted but in no update: it is lost to a job that goes on from here, and its samples are not done."""
-        return self._clocks[MAIN].pending() if MAIN in self._clocks else []
-
     def _lost(self) -> set[int]:
-        """Workers that the job went on without."""
         gone = {stats.worker for stats in self._statistics if stats.left_at is not None and stats.state != "finished"}
         return gone if self._lost_before is None else self._lost_before
 
@@ -93,52 +318,34 @@ class JobFigures:
         self._clocks, self._statistics, self._budget, self._guard = clocks, statistics, budget, guard
 
     def status(self, now: float) -> Status:
-        """For the display."""
         budget = self._budget
-        workers = tuple(self._seen(stats.status(now)) for stats in self._statistics)
+        accepted = any(stats.accepted for stats in self._statistics)
+        workers = []
+        for status in (stats.status(now) for stats in self._statistics):
+            # In a mesh not every rank reports steps: one that is in no clock has made steps when others have.
+            if not any(clock.includes(status.worker) for clock in self._clocks.values()):
+                status.accepted = accepted
+            workers.append(status)
         holds = any(clock.on_servers for clock in self._clocks.values())
         seconds, used = budget.seconds(now), budget.used(now)
-        return Status(seconds=seconds, used=used, workers=workers, trains=bool(self._clocks), holds=holds)
-
-    def _seen(self, status: WorkerStatus) -> WorkerStatus:
-        """In a mesh not every rank reports steps: one that is in no clock has made steps when others have."""
-        if status.accepted or any(clock.includes(status.worker) for clock in self._clocks.values()):
-            return status
-        return structs.replace(status, accepted=any(stats.accepted for stats in self._statistics))
+        return Status(seconds=seconds, used=used, workers=tuple(workers), trains=bool(self._clocks), holds=holds)
 
     def summary(self, now: float) -> dict[str, Any]:
-        """For meta.json and the last line."""
         ends = [stats.left_at for stats in self._statistics if stats.left_at is not None]
         updates = sum(clock.version for clock in self._clocks.values() if clock.is_main)
         groups = {name: list(clock.optimizer_spec.members) for name, clock in self._clocks.items()}
+        # Modes that this job could not use, of those that advice compares: those that the first optimizer refuses; all where
+        # no values are exchanged (one replica of a model in stages), or no model's (`KV`, which has no groups).
+        refused, first = compared(), self._clocks.get(MAIN)
+        if first is not None and first.has_values and first.optimizer_spec.groups:
+            refused = first.optimizer_spec.refused
         summary = sum_up(self._statistics, max(ends, default=now), self._budget.started) | {
             "updates": updates,
             "optimizers": {name: clock.spec.text for name, clock in self._clocks.items()},
-            "refused": self._refused(),
+            "refused": list(refused),
             "diverged": self._guard.summary(),
         }
         restored = {name: clock.restored for name, clock in self._clocks.items() if clock.restored}
         summary |= {"restored": restored} if restored else {}
         members = {name: group for name, group in groups.items() if group}
         return summary | {"members": members} if members else summary
-
-    def _refused(self) -> list[str]:
-        """Modes that this job could not use, of those that advice compares: those that the first optimizer refuses; all
-        where no values are exchanged (one replica of a model in stages), or no model's (`KV`, which has no groups)."""
-        first = self._clocks.get(MAIN)
-        if first is None or not first.has_values or not first.optimizer_spec.groups:
-            return list(compared())
-        return list(first.optimizer_spec.refused)
-
-
-def _policy(clock: OptimizerClock) -> dict[str, Any]:
-    """What its policy has learned, where it has: for a job that goes on in the same mode."""
-    saved = clock.policy.saved()
-    return {"policy": {"sync": clock.spec.text, "saved": saved}} if saved else {}
-
-
-def _plain(optimizer_spec: OptimizerSpec) -> dict[str, Any]:
-    tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in optimizer_spec.tensors]
-    tables = [list(structs.astuple(info)) for info in optimizer_spec.tables]
-    facts = {name: getattr(optimizer_spec, name) for name in ("apply", "optimizer", "sync", "inner", "companions")}
-    return {**facts, "tensors": tensors, "tables": tables}

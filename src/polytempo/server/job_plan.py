@@ -26,11 +26,9 @@ class Limits:
 
     @property
     def any(self) -> bool:
-        """Is there one?"""
         return min(self.steps, self.samples, self.seconds) < math.inf
 
     def used(self, steps: int, samples: float, seconds: float) -> float:
-        """The share that is used up."""
         return max(steps / self.steps, samples / self.samples, seconds / self.seconds)
 
 
@@ -126,7 +124,6 @@ class JobBudget:
         self.samples += sign * measures.taken
 
     def discard(self, measures: Measures) -> None:
-        """A counted push was not applied."""
         self.steps -= measures.count
         self.samples -= measures.taken
 
@@ -147,7 +144,6 @@ class JobBudget:
         return now - self.started if self.started is not None else 0.0
 
     def used(self, now: float) -> float:
-        """The share of the budget that is used up."""
         return self._limits.used(self.steps, self.samples, self.seconds(now))
 
     def unheeded(self) -> int:

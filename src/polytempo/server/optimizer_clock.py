@@ -15,18 +15,17 @@ from polytempo.errors import UsageError
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.log import Reply, Update
 from polytempo.protocol.messages import Push
-from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.push import NewState, NewValues
 from polytempo.protocol.training_troubles import EarlyEnds
-from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart
-from polytempo.records.lines import MAIN, MEAN, RecordLine, apply_line
+from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart, beside
+from polytempo.records.lines import MAIN, MEAN, RecordLine
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.sync.actions import Apply, Release
-from polytempo.sync.barrier import BSP
+from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
 from polytempo.sync.events import HyperItems, Pushed
 from polytempo.sync.policy import Policy
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec
 
 #: How many loads a worker may lag behind others and its own are still known to be the same.
 REMEMBERED = 64
@@ -53,10 +52,6 @@ class WorkerSlot:
     ahead: dict[int, Push] = field(default_factory=dict)  # came before one that was sent earlier (`delay`)
     checkpoint: str = ""  # was made since its last answer
 
-    def enter(self, step: int) -> None:
-        """It will start with this step: the exchange before it counts as made, and is to be answered."""
-        self.exchange, self.answered = step - 1, step - 2
-
 
 class StepsMade:
     """Optimizer steps that the workers of a clock have come to. A push holds several where it is of a block of local steps,
@@ -78,11 +73,9 @@ class StepsMade:
         return self._slowest
 
     def enter(self, worker: int) -> None:
-        """A worker takes part from now on."""
         self._of[worker] = self.slowest
 
     def leave(self, worker: int) -> None:
-        """It is gone."""
         _ = self.slowest  # of a job whose last worker leaves it stays
         self._of.pop(worker, None)
 
@@ -93,7 +86,6 @@ class StepsMade:
             self.fastest = max(self.fastest, self._of[worker])
 
     def close(self, heads: Sequence[Push]) -> None:
-        """An update is made of these pushes."""
         if self._in_rounds and heads:
             measures = [head.measures for head in heads]
             self._slowest += min(one.count for one in [one for one in measures if one.samples] or measures)
@@ -131,6 +123,8 @@ class OptimizerClock:
         #: Is it the first of its workers, the main one or one beside it? Its steps are what these workers are seen to do.
         self.is_first = beside(self.name) == MAIN
         self.made = StepsMade(self.first_step, self.spec.capabilities.rounds)
+        #: Does every member push one step before each answer?
+        self.in_step = self.spec.capabilities.common and self.spec.capabilities.work is PushedWork.BATCH
 
     @property
     def is_main(self) -> bool:
@@ -148,7 +142,6 @@ class OptimizerClock:
         return self.has_values and self.optimizer_spec.apply not in ("peers", "mean")
 
     def includes(self, worker: int) -> bool:
-        """Does this worker take its steps?"""
         return not self.optimizer_spec.members or worker in self.optimizer_spec.members
 
     def has_loaded(self, push: PushId, given: NewValues | NewState) -> bool:
@@ -190,12 +183,12 @@ class OptimizerClock:
             samples = head.measures.samples
             parts.append(UpdatePart(head.id, action.weights[index] if action.weights else samples))
             hypers.append(head.made.hyper if samples else ())
-            own = self.spec.mode.gossip is not None  # a worker's steps are made on its own model, which is never stale
+            own = self.spec.capabilities.neighbours  # a worker's steps are made on its own model, which is never stale
             staleness.append(0 if own else max(self.version - head.version - head.own, 0))
             if push.worker in self.slots:
                 self.slots[push.worker].staleness = staleness[-1]
         self.version += 1
-        if self.spec.anytime is not None:
+        if self.spec.capabilities.work is PushedWork.DEADLINE:
             given = [hyper for hyper in hypers if hyper]
             workers = tuple(push.worker for push in action.pushes)
             group = self._groups.setdefault(workers, len(self._groups))
@@ -212,16 +205,12 @@ class OptimizerClock:
             update.mean_staleness = self._mean.add(staleness[0])
         return update, staleness
 
-    def update_lines(self, action: Apply, now: float, shards: int, staleness: list[int]) -> list[RecordLine]:
-        """An update's lines in the record, one a server."""
-        return [self.mark(apply_line(action, now, shard, self.version, staleness)) for shard in range(shards)]
-
     def reply(self, release: Release, budget: JobBudget, now: float) -> Reply:
         """The log's entry for a release: the answer to the worker's last push. What earlier answers promised is kept."""
         slot = self.slots[release.worker]
         slot.waited, slot.held_at = (now - slot.held_at if slot.held_at is not None else 0.0), None
         slot.answered, slot.release, slot.stop = slot.exchange, release, budget.stopping and not slot.certain
-        certain = budget.certain(self.is_main and self.spec.mode is BSP) if slot.fenced else 0
+        certain = budget.certain(self.is_main and self.in_step) if slot.fenced else 0
         slot.certain = max(slot.certain - 1, certain)
         reply = self.answer(release.worker, slot.exchange)
         slot.checkpoint = ""
@@ -232,7 +221,7 @@ class OptimizerClock:
         slot = self.slots[worker]
         self.place += 1
         slot.places[exchange] = self.place
-        oldest = exchange - self.spec.ahead if exchange >= 0 else 0
+        oldest = exchange - self.spec.capabilities.ahead if exchange >= 0 else 0
         slot.places = {known: at for known, at in slot.places.items() if known >= oldest or known == exchange}
         return self.place
 
@@ -269,7 +258,6 @@ class OptimizerClock:
             reply.checkpoint, self.slots[reply.worker].checkpoint = name, ""
 
     def hyper(self, groups: Sequence[dict[str, Any]]) -> HyperItems:
-        """`hyper_of` a push."""
         if groups != self._hyper[0]:
             self._hyper = groups, hyper_of(groups)
         return self._hyper[1]
@@ -286,7 +274,6 @@ class OptimizerClock:
         return self._counted.pop(key)[1]
 
     def heads(self, action: Apply) -> list[Push]:
-        """The pushes of an update that is about to be made."""
         return [self._counted[id(push)][1] for push in action.pushes]
 
     def pending(self) -> list[Push]:
@@ -294,7 +281,6 @@ class OptimizerClock:
         return [push for _, push in self._counted.values()]
 
     def counted_of(self, worker: int) -> list[PushId]:
-        """A worker's pushes that are still to be applied."""
         return [push.id for _, push in self._counted.values() if push.id.worker == worker]
 
 
@@ -303,7 +289,7 @@ def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobP
     members, size = optimizer_spec.members, plan.size
     if list(members) != sorted(set(members)) or not set(members) <= set(range(size)):
         raise UsageError(f"optimizer {name}: expected some of the ranks 0 to {size - 1} as its group, got {list(members)}")
-    spec = parse_spec(optimizer_spec.sync)
+    spec = optimizer_spec.parsed
     policy = spec.policy(size, members)
     if not name.endswith(MEAN):
         policy.begin_at(plan.first_push)

@@ -55,11 +55,9 @@ class PullCompression:
         return said
 
     def told(self, worker: int) -> Flats:
-        """What a worker holds."""
         return self._shadows[worker]
 
     def forget(self, worker: int) -> None:
-        """A worker is gone."""
         self._shadows.pop(worker, None)
         self._said.pop(worker, None)
 

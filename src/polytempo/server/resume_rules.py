@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from msgspec import structs
+
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import first_difference, table_difference
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
@@ -39,7 +41,6 @@ class Holding:
 
     @cached_property
     def spec(self) -> Spec:
-        """The mode."""
         return parse_spec(self.sync)
 
     @property
@@ -67,7 +68,6 @@ class Holding:
 
     @property
     def parameters(self) -> tuple[TensorInfo, ...]:
-        """The tensors without companions."""
         return self.tensors[: len(self.tensors) - self.companions]
 
 
@@ -83,6 +83,14 @@ class Resumption:
 def holding_of(spec: OptimizerSpec) -> Holding:
     """What a job with this optimizer holds."""
     return Holding(spec.sync, spec.apply, spec.optimizer, spec.inner, spec.tensors, spec.tables, spec.companions)
+
+
+def proposal_of(spec: OptimizerSpec) -> dict[str, Any]:
+    """What a manifest says of an optimizer, for `holding_in`."""
+    tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in spec.tensors]
+    tables = [list(structs.astuple(info)) for info in spec.tables]
+    facts = {name: getattr(spec, name) for name in ("apply", "optimizer", "sync", "inner", "companions")}
+    return {**facts, "tensors": tensors, "tables": tables}
 
 
 def holding_in(manifest: Mapping[str, Any], optimizer_id: str) -> Holding:

@@ -42,7 +42,6 @@ class Turn:
     trained: list[Range] = field(default_factory=list)  #: what updates were made of
 
     def add(self, places: Iterable[Range]) -> None:
-        """An update was made of these."""
         self.trained = merged([*self.trained, *places])
 
 
@@ -121,14 +120,12 @@ class SampleLedger:
     # Pushes.
 
     def counted(self, push: Push) -> None:
-        """A push was counted."""
         worker = push.id.worker
         if positions := push.measures.positions:
             evenly = {position.sampler: position for position in positions if not position.length}
             self._before[worker], self._taken[worker] = self._taken[worker], self._taken[worker] | evenly
 
     def applied(self, pushes: Sequence[Push]) -> None:
-        """An update was made of these pushes."""
         if self._leased:
             for push in pushes:
                 for turn, places in self._made_of(push):
@@ -144,7 +141,6 @@ class SampleLedger:
             turns[-1].add(places)
 
     def discarded(self, push: Push) -> None:
-        """A push was discarded or refused."""
         for turn, places in self._made_of(push):
             turn.queue.give_back(push.id.worker, places)
 

@@ -3,13 +3,11 @@
 It is fed what arrives (`register`, `arrived`, `left`, `ask`, `read`, `metric`, `tick`), with the moment on the job's clock,
 and returns effects: entries of the log that every shard carries out, messages to workers, lines of the record. Its parts:
 
-    PushArrivals        which shards have which push
     PolicyRunner        the only one to feed the policies; their actions become effects
-    WorkerMembership    workers that join, leave, are lost and come back
     SampleLedger        which samples are leased to whom, and which are trained on (`server/sample_ledger.py`)
     JobBudget           what is used up, and whether workers are to stop (`server/job_plan.py`)
-    CheckpointContents  what a checkpoint of this moment holds; JobFigures: status and summary (`server/job_figures.py`)
-    DivergenceGuard     whether the training has diverged, as pushes show (`server/divergence_guard.py`)
+    CheckpointContents  what a checkpoint of this moment holds; JobFigures: status and summary; DivergenceGuard: whether the
+                        training has diverged, as pushes show (`server/job_figures.py`)
 
 A push is counted when it has arrived at every shard (`docs/design/0003`), however often it was sent: its content is always
 the same. A repeat of a counted push changes nothing. An answer that was lost is given again, at a new place of the log, so
@@ -27,20 +25,17 @@ from polytempo.checkpoints import step_name
 from polytempo.errors import OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
-from polytempo.protocol.optimizer_names import beside
 from polytempo.protocol.push import Content, FirstValues, Measures, NewState, NewValues
-from polytempo.protocol.values import OptimizerSpec, PushId
-from polytempo.records.lines import RecordLine, action_line, event_line
+from polytempo.protocol.values import OptimizerSpec, PushId, beside
+from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.records.step_figures import FigureLog
-from polytempo.server.divergence_guard import DivergenceGuard
 from polytempo.server.effects import Effect, StopJob, Tell, ToShards, ToWorker, WakeAt, Write
-from polytempo.server.job_figures import CheckpointContents, JobFigures
+from polytempo.server.job_figures import CheckpointContents, DivergenceGuard, JobFigures, WorkerStatistics
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
-from polytempo.server.resume_rules import Resumption, holding_in, holding_of, resumption
+from polytempo.server.resume_rules import holding_in, holding_of, resumption
 from polytempo.server.sample_ledger import SampleLedger
-from polytempo.server.worker_statistics import WorkerStatistics
-from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.actions import Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
 
 #: Digits of figures in records.
@@ -53,29 +48,6 @@ class PushArrival:
 
     head: Push | None = None
     shards: set[int] = field(default_factory=set)
-
-
-class PushArrivals:
-    """Pushes that are at some shards and not yet at all."""
-
-    def __init__(self, shards: int) -> None:
-        self._shards = shards
-        self._arrivals: dict[PushId, PushArrival] = {}
-
-    def add(self, shard: int, identity: PushId, head: Push | None) -> Push | None:
-        """A push is at one shard in full; its head, when it now is at all of them."""
-        arrival = self._arrivals.setdefault(identity, PushArrival())
-        arrival.shards.add(shard)
-        arrival.head = head or arrival.head
-        if len(arrival.shards) < self._shards or arrival.head is None:
-            return None
-        del self._arrivals[identity]
-        return arrival.head
-
-    def forget(self, worker: int) -> None:
-        """A worker is gone: what of its pushes has not arrived will not be counted."""
-        for identity in [i for i in self._arrivals if i.worker == worker]:
-            del self._arrivals[identity]
 
 
 class PolicyRunner:
@@ -110,7 +82,7 @@ class PolicyRunner:
             effects += self._written(clock, action_line, action, now)
             if isinstance(action, Release) and last[action.worker] != action.step:
                 continue  # several steps at once are one answer
-            effects += self._carry_out(clock, action, now)
+            effects += self._handlers[type(action)](clock, action, now)
         return effects
 
     def tally(self, clock: OptimizerClock, push: Push, sign: int = 1) -> None:
@@ -129,15 +101,12 @@ class PolicyRunner:
         line = line_of(what, now) if self._plan.recorded else None
         return [] if line is None else [Write(clock.mark(line))]
 
-    def _carry_out(self, clock: OptimizerClock, action: Action, now: float) -> list[Effect]:
-        return self._handlers[type(action)](clock, action, now)
-
     def _apply(self, clock: OptimizerClock, action: Apply, now: float) -> list[Effect]:
         verdict = clock.verdict(action)
         if verdict.drop:
             push = action.pushes[0]
             discard = Discard(push.worker, push.step, verdict.drop)
-            return self._written(clock, action_line, discard, now) + self._carry_out(clock, discard, now)
+            return self._written(clock, action_line, discard, now) + self._discard(clock, discard, now)
         heads = clock.heads(action)
         self._ledger.applied(heads)
         clock.made.close(heads)
@@ -145,7 +114,8 @@ class PolicyRunner:
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
                 self._statistics[push.worker].stale(stale)
-        lines = clock.update_lines(action, now, self._plan.shards, staleness) if self._plan.recorded else ()
+        shards = range(self._plan.shards if self._plan.recorded else 0)
+        lines = [clock.mark(apply_line(action, now, shard, clock.version, staleness)) for shard in shards]
         return [ToShards(update), *(Write(line) for line in lines)]
 
     def _release(self, clock: OptimizerClock, action: Release, now: float) -> list[Effect]:
@@ -158,11 +128,10 @@ class PolicyRunner:
 
     def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
         slot = clock.slots[action.worker]
-        if slot.busy:
-            return [held_message(clock, slot, action)]
-        if clock.is_first:
-            self._statistics[action.worker].held(now, action.waiting_for)
-        slot.held_at = now if slot.held_at is None else slot.held_at
+        if not slot.busy:
+            if clock.is_first:
+                self._statistics[action.worker].held(now, action.waiting_for)
+            slot.held_at = now if slot.held_at is None else slot.held_at
         return [held_message(clock, slot, action)]
 
     def _discard(self, clock: OptimizerClock, action: Discard, now: float) -> list[Effect]:
@@ -183,137 +152,10 @@ class PolicyRunner:
         return [WakeAt(action.at)]
 
     def _admit(self, clock: OptimizerClock, action: Admit, now: float) -> list[Effect]:
-        clock.slots[action.worker].enter(action.step)
+        slot = clock.slots[action.worker]  # the exchange before this step counts as made, and is to be answered
+        slot.exchange, slot.answered = action.step - 1, action.step - 2
         clock.made.enter(action.worker)
         return []
-
-
-class WorkerMembership:
-    """Which incarnation of each worker takes part in which optimizer: workers join, leave, are lost and come back."""
-
-    def __init__(
-        self,
-        plan: JobPlan,
-        clocks: dict[str, OptimizerClock],
-        statistics: list[WorkerStatistics],
-        arrivals: PushArrivals,
-        runner: PolicyRunner,
-        ledger: SampleLedger,
-    ) -> None:
-        self.incarnations: dict[int, int] = {}  #: the present one of each worker
-        self._plan, self._clocks, self._statistics = plan, clocks, statistics
-        self._arrivals, self._runner, self._ledger = arrivals, runner, ledger
-
-    def register(self, worker: int, incarnation: int, name: str, optimizer_spec: OptimizerSpec, now: float) -> list[Effect]:
-        """A worker has made an optimizer: it takes part in it from now on."""
-        effects = self._enter(worker, incarnation, now)
-        clock = self._clocks.get(name)
-        if clock is None:
-            try:
-                clock = open_clock(name, worker, optimizer_spec, self._plan)
-                if reason := self._misplaced(clock, worker):
-                    raise UsageError(reason)
-            except UsageError as error:
-                return [*effects, refusal(worker, str(error))]
-            try:
-                kept = self._resumption(clock)
-            except UsageError as error:
-                return [*effects, StopJob(str(error))]
-            effects += [*([Tell(f"warning: {kept.dropped}")] if kept.dropped else []), *self._add(clock, now)]
-        reason = disagreement(clock, worker, optimizer_spec)
-        if reason:
-            return [*effects, refusal(worker, f"{reason}; all workers must make the same optimizer")]
-        if reason := self._misplaced(clock, worker):
-            return [*effects, refusal(worker, reason)]
-        if worker in clock.slots:
-            return [*effects, refusal(worker, f"optimizer {name} was made twice by worker {worker}")]
-        clock.slots[worker] = WorkerSlot(incarnation)
-        if clock.optimizer_spec.members:
-            lost = [stats for stats in self._statistics if stats.left_at is not None and stats.state != "finished"]
-            effects += [effect for stats in lost for effect in told_of_loss(clock, stats.worker, [worker])]
-        if clock.seeded:
-            return effects + self._runner.feed(clock, Joined(worker), now)
-        clock.early.append(worker)
-        return effects + self._request_seed(clock, worker)
-
-    def _resumption(self, clock: OptimizerClock) -> Resumption:
-        """What of the checkpoint that the job goes on from becomes of this optimizer; `UsageError` where nothing can."""
-        manifest = self._plan.resumed
-        if clock.name not in manifest.get("tracks", {}):
-            return Resumption()
-        saved, wanted = holding_in(manifest, clock.name), holding_of(clock.optimizer_spec)
-        return resumption(step_name(self._plan.first_step), saved, wanted)
-
-    def _misplaced(self, clock: OptimizerClock, worker: int) -> str:
-        """Why this worker cannot be in this clock: it belongs to no group, or to two side by side."""
-        members = clock.optimizer_spec.members
-        if not clock.includes(worker):
-            return f"worker {worker} is not in the group of ranks {listed(members)}; give it the group that it is in"
-        for other in self._clocks.values():
-            if other is not clock and beside(other.name) == beside(clock.name):
-                both = [rank for rank in members or range(self._plan.size) if other.includes(rank)]
-                if both:
-                    return (
-                        f"rank {both[0]} is in the group of ranks {listed(members)} and in that of ranks "
-                        f"{listed(other.optimizer_spec.members)}; groups of optimizers made side by side must be disjoint"
-                    )
-        return ""
-
-    def _enter(self, worker: int, incarnation: int, now: float) -> list[Effect]:
-        """A worker is there; when it came back, its earlier life is over."""
-        known = self.incarnations.get(worker, 0)
-        effects = self.left(worker, known, "lost", now) if incarnation > known else []
-        if self._statistics[worker].left_at is not None:
-            self._statistics[worker].back(now)
-        self.incarnations[worker] = incarnation
-        return effects
-
-    def _add(self, clock: OptimizerClock, now: float) -> list[Effect]:
-        self._clocks[clock.name] = clock
-        resume = clock.name in self._plan.resumed.get("tracks", {})
-        clock.seeded = clock.seeded or resume
-        clock.restored = self._plan.saved_policy(clock.name, clock.spec.text)
-        clock.policy.restore(clock.restored)
-        gone = [s for s in self._statistics if s.left_at is not None and clock.includes(s.worker)]  # they are not waited for
-        effects: list[Effect] = [
-            ToShards(Setup(optimizer_id=clock.name, optimizer_spec=clock.optimizer_spec, resume=resume))
-        ]
-        return effects + [effect for a in gone for effect in self._runner.feed(clock, Left(a.worker, a.state), now)]
-
-    def _request_seed(self, clock: OptimizerClock, worker: int) -> list[Effect]:
-        """A job starts from the values of the lowest rank that may still come, among the members."""
-        seeder = next((a.worker for a in self._statistics if a.left_at is None and clock.includes(a.worker)), None)
-        return [ToWorker(worker, SendSeed(optimizer_id=clock.name))] if worker == seeder else []
-
-    def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Effect]:
-        """A worker is gone: the workers that waited for it go on."""
-        stats = self._statistics[worker]
-        if stats.left_at is not None or incarnation < self.incarnations.get(worker, 0):
-            if stats.state == "finished" and incarnation == self.incarnations.get(worker, 0):
-                stats.state = reason  # it said goodbye, and then its exit status was not 0
-            return []
-        stats.left(reason, now)
-        counted = tuple(i for clock in self._clocks.values() for i in clock.counted_of(worker))
-        effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
-        self._arrivals.forget(worker)
-        self._ledger.left(worker, [push for clock in self._clocks.values() for push in clock.pending()])
-        for clock in [clock for clock in self._clocks.values() if clock.includes(worker)]:
-            lost = clock.optimizer_spec.members and reason != "finished"
-            if lost:  # before answers to rounds that close without it
-                effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
-            if reason == "finished" and worker in clock.policy.members:
-                clock.early_ends.finished(worker, clock.policy.progress.pushed[worker])
-            effects += self._runner.feed(clock, Left(worker, reason), now)
-            effects += left_behind(clock, self._plan)
-            clock.slots.pop(worker, None)
-            clock.made.leave(worker)
-            if clock.optimizer_spec.apply == "peers" and not lost:
-                effects += [ToWorker(other, Departed(worker=worker)) for other in clock.slots]
-            if worker in clock.early:
-                clock.early.remove(worker)
-            if not clock.seeded and clock.early:
-                effects += self._request_seed(clock, min(clock.early))
-        return effects
 
 
 class Sequencer:
@@ -328,10 +170,10 @@ class Sequencer:
         self.ledger = self.checkpoints.ledger
         self.guard = DivergenceGuard(plan.size, self.statistics)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget, self.guard)
-        self._arrivals = PushArrivals(plan.shards)
+        self._arrivals: dict[PushId, PushArrival] = {}  # pushes that are at some shards and not yet at all
+        self._incarnations: dict[int, int] = {}  # the present one of each worker
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._runner = PolicyRunner(plan, self.statistics, self.budget, self.ledger, self.paces)
-        self._members = WorkerMembership(plan, self.clocks, self.statistics, self._arrivals, self._runner, self.ledger)
         self._saved_at, self._looked_at = plan.first_step, plan.first_push
         self._ending = False  # the job is told to end early
 
@@ -339,11 +181,106 @@ class Sequencer:
 
     def register(self, worker: int, incarnation: int, name: str, optimizer_spec: OptimizerSpec, now: float) -> list[Effect]:
         """A worker has made an optimizer: it takes part in it from now on."""
-        return self._members.register(worker, incarnation, name, optimizer_spec, now)
+        known = self._incarnations.get(worker, 0)
+        effects = self.left(worker, known, "lost", now) if incarnation > known else []  # its earlier life is over
+        if self.statistics[worker].left_at is not None:
+            self.statistics[worker].back(now)
+        self._incarnations[worker] = incarnation
+        clock = self.clocks.get(name)
+        if clock is None:
+            try:
+                clock = open_clock(name, worker, optimizer_spec, self.plan)
+                if reason := self._misplaced(clock, worker):
+                    raise UsageError(reason)
+            except UsageError as error:
+                return [*effects, refusal(worker, str(error))]
+            try:
+                effects += self._open(clock, now)
+            except UsageError as error:
+                return [*effects, StopJob(str(error))]
+        reason = disagreement(clock, worker, optimizer_spec)
+        if reason:
+            return [*effects, refusal(worker, f"{reason}; all workers must make the same optimizer")]
+        if reason := self._misplaced(clock, worker):
+            return [*effects, refusal(worker, reason)]
+        if worker in clock.slots:
+            return [*effects, refusal(worker, f"optimizer {name} was made twice by worker {worker}")]
+        clock.slots[worker] = WorkerSlot(incarnation)
+        if clock.optimizer_spec.members:
+            lost = [stats for stats in self.statistics if stats.left_at is not None and stats.state != "finished"]
+            effects += [effect for stats in lost for effect in told_of_loss(clock, stats.worker, [worker])]
+        if clock.seeded:
+            return effects + self._runner.feed(clock, Joined(worker), now)
+        clock.early.append(worker)
+        return effects + self._request_seed(clock, worker)
+
+    def _open(self, clock: OptimizerClock, now: float) -> list[Effect]:
+        """A new optimizer; `UsageError` where it cannot go on from the checkpoint that the job goes on from."""
+        effects: list[Effect] = []
+        resume = clock.name in self.plan.resumed.get("tracks", {})
+        if resume:
+            saved, wanted = holding_in(self.plan.resumed, clock.name), holding_of(clock.optimizer_spec)
+            kept = resumption(step_name(self.plan.first_step), saved, wanted)
+            effects += [Tell(f"warning: {kept.dropped}")] if kept.dropped else []
+        self.clocks[clock.name] = clock
+        clock.seeded = clock.seeded or resume
+        clock.restored = self.plan.saved_policy(clock.name, clock.spec.text)
+        clock.policy.restore(clock.restored)
+        effects.append(ToShards(Setup(optimizer_id=clock.name, optimizer_spec=clock.optimizer_spec, resume=resume)))
+        for stats in self.statistics:
+            if stats.left_at is not None and clock.includes(stats.worker):  # not waited for
+                effects += self._runner.feed(clock, Left(stats.worker, stats.state), now)
+        return effects
+
+    def _misplaced(self, clock: OptimizerClock, worker: int) -> str:
+        """Why this worker cannot be in this clock: it belongs to no group, or to two side by side."""
+        members = clock.optimizer_spec.members
+        if not clock.includes(worker):
+            return f"worker {worker} is not in the group of ranks {listed(members)}; give it the group that it is in"
+        for other in self.clocks.values():
+            if other is not clock and beside(other.name) == beside(clock.name):
+                both = [rank for rank in members or range(self.plan.size) if other.includes(rank)]
+                if both:
+                    return (
+                        f"rank {both[0]} is in the group of ranks {listed(members)} and in that of ranks "
+                        f"{listed(other.optimizer_spec.members)}; groups of optimizers made side by side must be disjoint"
+                    )
+        return ""
+
+    def _request_seed(self, clock: OptimizerClock, worker: int) -> list[Effect]:
+        """A job starts from the values of the lowest rank that may still come, among the members."""
+        seeder = next((a.worker for a in self.statistics if a.left_at is None and clock.includes(a.worker)), None)
+        return [ToWorker(worker, SendSeed(optimizer_id=clock.name))] if worker == seeder else []
 
     def left(self, worker: int, incarnation: int, reason: str, now: float) -> list[Effect]:
-        """A worker is gone: the workers that waited for it go on."""
-        return self._members.left(worker, incarnation, reason, now)
+        stats = self.statistics[worker]
+        if stats.left_at is not None or incarnation < self._incarnations.get(worker, 0):
+            if stats.state == "finished" and incarnation == self._incarnations.get(worker, 0):
+                stats.state = reason  # it said goodbye, and then its exit status was not 0
+            return []
+        stats.left(reason, now)
+        counted = tuple(i for clock in self.clocks.values() for i in clock.counted_of(worker))
+        effects: list[Effect] = [ToShards(ForgetWorker(worker=worker, incarnation=incarnation, counted=counted))]
+        for identity in [i for i in self._arrivals if i.worker == worker]:
+            del self._arrivals[identity]  # what has not arrived will not be counted
+        self.ledger.left(worker, [push for clock in self.clocks.values() for push in clock.pending()])
+        for clock in [clock for clock in self.clocks.values() if clock.includes(worker)]:
+            lost = clock.optimizer_spec.members and reason != "finished"
+            if lost:  # before answers to rounds that close without it
+                effects += told_of_loss(clock, worker, [other for other in clock.slots if other != worker])
+            if reason == "finished" and worker in clock.policy.members:
+                clock.early_ends.finished(worker, clock.policy.progress.pushed[worker])
+            effects += self._runner.feed(clock, Left(worker, reason), now)
+            effects += left_behind(clock, self.plan)
+            clock.slots.pop(worker, None)
+            clock.made.leave(worker)
+            if clock.optimizer_spec.apply == "peers" and not lost:
+                effects += [ToWorker(other, Departed(worker=worker)) for other in clock.slots]
+            if worker in clock.early:
+                clock.early.remove(worker)
+            if not clock.seeded and clock.early:
+                effects += self._request_seed(clock, min(clock.early))
+        return effects
 
     def ends_early(self) -> None:
         """The job is told to end: its last checkpoint is of this moment. A push that comes now is not counted: its worker
@@ -355,13 +292,18 @@ class Sequencer:
 
     def arrived(self, shard: int, identity: PushId, head: Push | None, now: float) -> list[Effect]:
         """A push is at one shard in full; the first shard brings its head."""
-        present, clock = self._members.incarnations.get(identity.worker), self.clocks.get(identity.optimizer_id)
+        present, clock = self._incarnations.get(identity.worker), self.clocks.get(identity.optimizer_id)
         if identity.incarnation != present or clock is None:
             return self._drop(identity) if head is not None else []
         if identity.worker not in clock.slots:
             return self._drop(identity)  # it has left, or was given up
-        push = self._arrivals.add(shard, identity, head)
-        return [] if push is None else self._count(push, now)
+        arrival = self._arrivals.setdefault(identity, PushArrival())
+        arrival.shards.add(shard)
+        arrival.head = head or arrival.head
+        if len(arrival.shards) < self.plan.shards or arrival.head is None:
+            return []
+        del self._arrivals[identity]
+        return self._count(arrival.head, now)
 
     def _count(self, push: Push, now: float) -> list[Effect]:
         """A push is at every shard: from here on it survives its worker."""
@@ -369,14 +311,18 @@ class Sequencer:
         slot = clock.slots.get(worker)
         if slot is None or self._ending or (isinstance(push.body, FirstValues) and clock.seeded):
             return self._drop(push.id)
-        if isinstance(push.body, FirstValues):
-            return self._seeded(clock, push, now)
+        if isinstance(push.body, FirstValues):  # workers that registered earlier join now
+            clock.seeded = True
+            early, clock.early = clock.early, []
+            joined = [effect for early_one in sorted(early) for effect in self._runner.feed(clock, Joined(early_one), now)]
+            return [ToShards(Seed(id=push.id)), *joined]
         if isinstance(push.body, NewValues | NewState):
             place = clock.next_place(worker, push.id.step)
             return [ToShards(LoadState(id=push.id, place=place, again=clock.has_loaded(push.id, push.body)))]
         if push.id.step <= slot.exchange:
-            return self._repeated(clock, slot, push)
-        if clock.spec.ahead and push.id.step > slot.exchange + 1:
+            held = push.id.step == slot.exchange and slot.answered < slot.exchange  # its release will be the answer
+            return [] if held else [ToShards(clock.answer(worker, push.id.step))]
+        if clock.spec.capabilities.ahead and push.id.step > slot.exchange + 1:
             slot.ahead[push.id.step] = push  # one before it was lost on the way, and will be sent again
             return []
         effects = self._accept(clock, slot, push, now)
@@ -393,7 +339,7 @@ class Sequencer:
             event.measured = Measured(None, None, measures.work, measures.computed, measures.drawn)
         elif measures.loss is not None or measures.lr is not None:
             event.measured = Measured(measures.loss, measures.lr)
-        if clock.spec.mode.averaging is not None or clock.spec.capabilities.by_speed:
+        if clock.spec.capabilities.averages or clock.spec.capabilities.by_speed:
             event.count = measures.count
         figures = push_figures(measures, slot.waited) if self.plan.recorded else None
         clock.count(event, push)
@@ -414,7 +360,6 @@ class Sequencer:
             return [ToShards(Drop(id=push.id)), refusal(worker, str(error))]
 
     def _troubles(self, clock: OptimizerClock, push: Push) -> list[Effect]:
-        """What goes wrong with the training, as this push shows."""
         steps = self.plan.first_step + self.statistics[push.id.worker].steps - 1
         count = push.measures.count
         clock.early_ends.pushed(push.id.worker, push.id.step, count)
@@ -426,18 +371,6 @@ class Sequencer:
         counted = any(identity in clock.counted_of(identity.worker) for clock in self.clocks.values())
         return [] if counted else [ToShards(Drop(id=identity))]
 
-    def _seeded(self, clock: OptimizerClock, push: Push, now: float) -> list[Effect]:
-        """There are values to start from: workers that registered earlier join now."""
-        clock.seeded = True
-        early, clock.early = clock.early, []
-        joined = [effect for worker in sorted(early) for effect in self._runner.feed(clock, Joined(worker), now)]
-        return [ToShards(Seed(id=push.id)), *joined]
-
-    def _repeated(self, clock: OptimizerClock, slot: WorkerSlot, push: Push) -> list[Effect]:
-        if push.id.step == slot.exchange and slot.answered < slot.exchange:
-            return []  # it is held; its release will be the answer
-        return [ToShards(clock.answer(push.id.worker, push.id.step))]
-
     def _checkpoint(self, clock: OptimizerClock, now: float, before: list[Effect]) -> list[Effect]:
         """A checkpoint, where one is due: each N steps of the slowest worker, at the end of its block or round."""
         every, pushes = self.plan.checkpoint_every, clock.policy.reached
@@ -448,10 +381,9 @@ class Sequencer:
             return []
         self._saved_at = slowest
         told = {worker for other in self.clocks.values() if other.is_first for worker in other.slots}
-        in_rounds = (
-            clock.spec.capabilities.rounds or clock.spec.averaging is not None
-        )  # there all are told with their last push
-        due = {} if in_rounds else {worker: pushed - 1 for worker, pushed in clock.policy.progress.pushed.items()}
+        due = {}  # in rounds and blocks all are told with their last push
+        if not (clock.spec.capabilities.rounds or clock.spec.capabilities.averages):
+            due = {worker: pushed - 1 for worker, pushed in clock.policy.progress.pushed.items()}
         effect = replace(self.checkpoints.at(slowest, pushes), told=tuple(sorted(told)), due=due)
         for other in self.clocks.values():
             entries = [o.entry for o in before if isinstance(o, ToShards)] if other is clock else []
@@ -483,7 +415,6 @@ class Sequencer:
         return [ToShards(clock.answer(identity.worker, identity.step))]
 
     def read(self, request: ReadRequest) -> list[Effect]:
-        """A worker wants to see one state of all shards."""
         if request.optimizer_id not in self.clocks:
             return [refusal(request.worker, f"there is no optimizer {request.optimizer_id} to read")]
         slot = self.clocks[request.optimizer_id].slots.get(request.worker)
@@ -494,13 +425,11 @@ class Sequencer:
         return [ToShards(entry)]
 
     def lease(self, worker: int, incarnation: int, asked: LeaseSamples) -> list[Effect]:
-        """A worker wants places of an epoch's order."""
-        if incarnation != self._members.incarnations.get(worker, 0) or self.statistics[worker].left_at is not None:
+        if incarnation != self._incarnations.get(worker, 0) or self.statistics[worker].left_at is not None:
             return []  # it has left, or was given up
         return [ToWorker(worker, self.ledger.lease(worker, asked))]
 
     def metric(self, metric: MetricReport, now: float) -> list[Effect]:
-        """A worker's figure for the record."""
         line = {"t": now, "kind": "metric", "worker": metric.worker}
         return [Write(line | {name: value for name, value in metric.values.items() if name not in line})]
 

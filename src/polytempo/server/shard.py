@@ -38,16 +38,27 @@ from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.protocol.layout import Stretch, TensorPlace, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import Content, PushedChange, PushedValues, StepReport
+from polytempo.protocol.training_troubles import InPlaceChanges
 from polytempo.protocol.values import OptimizerSpec, Share
-from polytempo.server.in_place_changes import InPlaceChanges
-from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, digest_of_bytes, find, is_same
-from polytempo.server.optimizers import build, is_whole, place_scalars, settle
+from polytempo.server.optimizer_state import (
+    OF_TABLES,
+    SegmentState,
+    as_bytes,
+    as_tensor,
+    build,
+    digest_of_bytes,
+    find,
+    is_same,
+    is_whole,
+    place_scalars,
+    settle,
+)
 from polytempo.server.pull_compression import Flats, PullCompression
 from polytempo.server.shard_tables import ShardTables
-from polytempo.server.value_memory import ValueMemory, value_memory
+from polytempo.server.value_memory import DeviceValues, HostValues, ValueMemory
 from polytempo.summation import in_order
+from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.corrections import Corrections
-from polytempo.sync.spec import parse_spec
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
 
@@ -61,7 +72,6 @@ class StalenessCorrection:
         self._squares: Flats = {}
 
     def given(self, worker: int, version: int, values: Flats) -> None:
-        """A worker is sent these values."""
         if self._corrections.compensation is not None:
             self._given.setdefault(worker, {})[version] = {dtype: flat.clone() for dtype, flat in values.items()}
 
@@ -88,7 +98,6 @@ class StalenessCorrection:
         return [{**g, "momentum": self._corrections.momentum_for(g["momentum"], mean_staleness)} for g in groups]
 
     def forget(self, worker: int) -> None:
-        """A worker is gone."""
         self._given.pop(worker, None)
 
 
@@ -114,7 +123,6 @@ class DivergenceWatch:
             self._divergence.settle()
 
     def see(self, version: int, gradients: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        """The gradients of an update, by worker."""
         if self._divergence is None:
             return
         if version % EVERY >= WINDOW:
@@ -177,23 +185,25 @@ class Shard:
         self.expected = [stretch.nbytes for stretch in self.stretches]
         self._place = torch.device("cpu") if device is None else device.place
         self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
-        self._memory: ValueMemory = value_memory(self.stretches, self._pool, device)
+        self._memory: ValueMemory = (
+            HostValues(self.stretches, self._pool) if device is None else DeviceValues(self.stretches, self._pool, device)
+        )
         self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
         self._canonical = (
             {place.index: place.start for place in lay_out(optimizer_spec.tensors, 1).places} if whole else None
         )
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.rows = ShardTables(optimizer_spec, shard, shards, arena or Arena(self._pool))
-        spec = parse_spec(optimizer_spec.sync)
-        self.staleness_correction = StalenessCorrection(spec.corrections)
+        capabilities = optimizer_spec.parsed.capabilities
+        self.staleness_correction = StalenessCorrection(optimizer_spec.parsed.corrections)
         self.in_place_changes = InPlaceChanges()
-        self._in_rounds, self._ahead = spec.capabilities.common, spec.ahead
-        self._has_deadlines = spec.anytime is not None
+        self._in_rounds, self._ahead = capabilities.common, capabilities.ahead
+        self._has_deadlines = capabilities.work is PushedWork.DEADLINE
         self._push_filter = parse_chain(optimizer_spec.push_filter)
         self.divergence = DivergenceWatch(
             list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone
         )
-        self.pull_compression = PullCompression(parse_chain(optimizer_spec.pull_filter), self.stretches, spec.ahead)
+        self.pull_compression = PullCompression(parse_chain(optimizer_spec.pull_filter), self.stretches, self._ahead)
         self.segments: list[FlatSegment] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer_spec.apply == "server":
@@ -208,7 +218,6 @@ class Shard:
 
     @property
     def values(self) -> Flats:
-        """One flat tensor for each dtype."""
         return self._memory.flats
 
     def _piece_of(self, place: TensorPlace) -> list[tuple[TensorPlace, int, int]]:
@@ -255,7 +264,6 @@ class Shard:
         return self._memory.lend()
 
     def seed(self, buffers: Sequence[Bytes]) -> None:
-        """Take these values."""
         self._own()
         for stretch, tensor in zip(self.stretches, self.tensors_of(buffers), strict=True):
             self.values[stretch.dtype].copy_(tensor)
@@ -271,7 +279,6 @@ class Shard:
             self.in_place_changes.take(worker, touched, digest_of_bytes(buffers))
 
     def tensors_of(self, buffers: Sequence[PushBuffer]) -> list[torch.Tensor]:
-        """Buffers of a push as flat tensors."""
         self.check(buffers)
         pairs = zip(buffers, self.stretches, strict=True)
         return [buffer if isinstance(buffer, torch.Tensor) else as_tensor(buffer, s.dtype) for buffer, s in pairs]
@@ -288,13 +295,11 @@ class Shard:
         return [as_bytes(self._push_filter.decode(part, s.size, getattr(torch, s.dtype))) for part, s in pairs]
 
     def forget(self, worker: int) -> None:
-        """A worker is gone."""
         self.rows.forget(worker)
         self.staleness_correction.forget(worker)
         self.pull_compression.forget(worker)
 
     def check(self, buffers: Sequence[PushBuffer]) -> None:
-        """Refuse buffers that do not fit this shard."""
         got = [buffer.nbytes for buffer in buffers]
         if got != self.expected:
             raise PeerError(f"a push of {got} bytes came, this shard holds {self.expected}")
@@ -401,7 +406,13 @@ class Shard:
             self._hyper = hyper
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
             group["lr"] = values["lr"] * rate
-        self._forms_that_fit()
+        # Fused SGD wants momentum for all runs or for none; split runs may begin at different steps.
+        if len(self.segments) > 1 and isinstance(self._optimizer, torch.optim.SGD):
+            for group in self._optimizer.param_groups:
+                if group["fused"] and group["momentum"]:
+                    have = {"momentum_buffer" in self._optimizer.state.get(param, {}) for param in group["params"]}
+                    if len(have) > 1:
+                        group["fused"], self._hyper = False, ()
         for segment in self.segments:
             left_alone = any(d == segment.dtype and a <= segment.start and segment.stop <= b for d, a, b in without)
             segment.param.grad = None if left_alone else self._view(mean, segment)
@@ -409,15 +420,6 @@ class Shard:
             self._plain_step(self._optimizer)
         for segment in self.segments:
             segment.param.grad = None
-
-    def _forms_that_fit(self) -> None:
-        """Fused SGD wants momentum for all runs or for none; split runs may begin at different steps."""
-        if len(self.segments) > 1 and isinstance(self._optimizer, torch.optim.SGD):
-            for group in self._optimizer.param_groups:
-                if group["fused"] and group["momentum"]:
-                    have = {"momentum_buffer" in self._optimizer.state.get(param, {}) for param in group["params"]}
-                    if len(have) > 1:
-                        group["fused"], self._hyper = False, ()
 
     # Runs are split; their state with them.
 

@@ -26,15 +26,29 @@ from safetensors import SafetensorError
 
 from polytempo.checkpoints import error_text
 from polytempo.device.device import Device
+from polytempo.errors import PeerError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, LogEntry, ReadHere, Reply, Save, Seed, Setup, Update
-from polytempo.protocol.messages import Answer, AnyMessage, Failed, Keep, Norm, NotSaved, Push, ReadAnswer, Refused, Saved
+from polytempo.protocol.messages import (
+    Answer,
+    AnyMessage,
+    Failed,
+    Keep,
+    Norm,
+    NotSaved,
+    Pull,
+    PulledRows,
+    Push,
+    ReadAnswer,
+    Refused,
+    Saved,
+)
 from polytempo.protocol.push import Content, FirstValues, NewState, NewValues, row_buffers
-from polytempo.protocol.values import Pull, PulledRows, PushId, Share
+from polytempo.protocol.values import OptimizerSpec, PushId, Share
 from polytempo.server.checkpoint import SavedOptimizer, read_held, write_held, write_shard
 from polytempo.server.device_share import DeviceShare
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, as_bytes, as_tensor, pack, unpack
+from polytempo.server.server_device import AUTO, CPU, gpu_of_shard
 from polytempo.server.shard import PushBuffer, Shard, in_host
-from polytempo.server.shard_placement import ShardPlacement
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
 from polytempo.transport.memory import WakeUp
@@ -86,6 +100,50 @@ class EndShares:
 
 
 Work: TypeAlias = LogEntry | PullHere | KeepHere | EndShares
+
+
+class ShardPlacement:
+    """Gives the device of one shard's optimizers.
+
+    Args:
+        option: The value of `--server-device`.
+        shard: Which shard.
+        device: Is given for every optimizer instead: the stand-in of tests.
+    """
+
+    def __init__(self, option: str = CPU, shard: int = 0, device: Device | None = None) -> None:
+        self._option, self._shard = option, shard
+        self._device, self._fixed = device, device is not None
+
+    def device_for(self, spec: OptimizerSpec) -> Device | None:
+        """Where the values of this optimizer are made; None: in the CPU's memory.
+
+        Raises:
+            PeerError: A GPU was asked for by name, and cannot be used.
+        """
+        if self._fixed or not spec.tensors or spec.apply == "peers" or self._option == CPU:
+            return self._device if spec.tensors and spec.apply != "peers" else None
+        wanted = spec.device == "cuda"
+        if self._option == AUTO and not wanted:
+            return None
+        gpus = torch.cuda.device_count()
+        if not gpus and self._option != AUTO:
+            raise PeerError(f"server {self._shard}: --server-device {self._option}, and torch sees no GPU; use auto or cpu")
+        index = gpu_of_shard(self._option, self._shard, gpus, wanted)
+        if index is None:
+            return None
+        if self._device is None:
+            from polytempo.device.cuda_device import CudaDevice
+
+            try:
+                self._device = CudaDevice(index)
+            except (PeerError, RuntimeError) as error:  # torch raises the latter
+                said = f"server {self._shard} cannot use cuda:{index}: {' '.join(str(error).split())}"
+                if self._option != AUTO:
+                    raise PeerError(f"{said}; use --server-device cpu") from None
+                sys.stderr.write(f"polytempo: {said}; its values are in the memory of the CPU\n")
+                sys.stderr.flush()
+        return self._device
 
 
 class ShardExecutor:
@@ -160,11 +218,9 @@ class ShardExecutor:
         return [self._out.popleft() for _ in range(len(self._out))]
 
     def norm_total(self, square: float) -> None:
-        """All shards' squared norms are in: their sum."""
         self._totals.put(square)
 
     def close(self) -> None:
-        """End after what was put."""
         self._entries.put(None)
         self._totals.put(None)
         self._thread.join()
@@ -273,20 +329,16 @@ class ShardExecutor:
                 sys.stderr.write(f"values on {device.place}\n")
                 sys.stderr.flush()
         with nullcontext() if device is None else device.own_stream():
-            self._add_shard(entry, alone, device)
-
-    def _add_shard(self, entry: Setup, alone: bool, device: Device | None) -> None:
-        shard = self.optimizer_shards[entry.optimizer_id] = Shard(
-            entry.optimizer_spec, self.shard, self.shards, self.pool, alone, self._arena, device
-        )
-        if entry.resume and self._resume is not None:
-            saved = SavedOptimizer(self._resume, entry.optimizer_id, entry.optimizer_spec)
-            shard.seed(saved.values(shard))
-            if saved.resumption.loads:
-                shard.load_state(saved.state())
-            if saved.resumption.to_workers and self.shard == 0:
-                self._for_workers[entry.optimizer_id] = saved.state()
-            shard.rows.load([one.rows for one in saved.shards], saved.shards[0].clocks)
+            shard = Shard(entry.optimizer_spec, self.shard, self.shards, self.pool, alone, self._arena, device)
+            self.optimizer_shards[entry.optimizer_id] = shard
+            if entry.resume and self._resume is not None:
+                saved = SavedOptimizer(self._resume, entry.optimizer_id, entry.optimizer_spec)
+                shard.seed(saved.values(shard))
+                if saved.resumption.loads:
+                    shard.load_state(saved.state())
+                if saved.resumption.to_workers and self.shard == 0:
+                    self._for_workers[entry.optimizer_id] = saved.state()
+                shard.rows.load([one.rows for one in saved.shards], saved.shards[0].clocks)
 
     def _seed(self, push: Push, given: list[PushBuffer]) -> None:
         first = push.body
@@ -303,14 +355,23 @@ class ShardExecutor:
 
     def _load(self, entry: LoadState, pushes: Pushes) -> None:
         """Take what a worker gives beside its steps; when only the answer was lost, there is nothing to take."""
-        shard = self.optimizer_shards[entry.id.optimizer_id]
+        identity, shard = entry.id, self.optimizer_shards[entry.id.optimizer_id]
         if not entry.again:
-            given, buffers = pushes[entry.id][0].body, in_host(pushes[entry.id][1])
+            given, buffers = pushes[identity][0].body, in_host(pushes[identity][1])
             if isinstance(given, NewValues):
-                shard.take_values(entry.id.worker, given.touched, buffers)
+                shard.take_values(identity.worker, given.touched, buffers)
             elif isinstance(given, NewState):
                 shard.load_state(unpack(given.state, buffers))
-        self._report(WorkerReply(entry.id.worker, self._answer_to_load(entry)))
+        answer = Answer(
+            optimizer_id=identity.optimizer_id,
+            shard=self.shard,
+            exchange=identity.step,
+            place=entry.place,
+            step=-1,
+            version=shard.version,
+            stop=False,
+        )
+        self._report(WorkerReply(identity.worker, answer))
 
     def _update(self, entry: Update, pushes: Pushes) -> None:
         shard = self.optimizer_shards[entry.optimizer_id]
@@ -415,49 +476,30 @@ class ShardExecutor:
         rows, blocks = shard.rows.pull(pull.table, as_tensor(entry.ids, "int64"))
         self._report(WorkerReply(entry.worker, answer, [rows], self._sent(None, blocks)))
 
-    def _answer_to_load(self, entry: LoadState) -> Answer:
-        identity = entry.id
-        return Answer(
-            optimizer_id=identity.optimizer_id,
-            shard=self.shard,
-            exchange=identity.step,
-            place=entry.place,
-            step=-1,
-            version=self.optimizer_shards[identity.optimizer_id].version,
-            stop=False,
-        )
-
     def _read(self, entry: ReadHere) -> None:
+        """Of values, the optimizer's state; or of a checkpoint, from the first server: what a worker's filters held back, or
+        state that servers kept and workers go on with."""
         shard = self.optimizer_shards[entry.optimizer_id]
-        if entry.what != "params":
-            state, buffers = pack(self._segments(entry, shard))
-            copies = [buffer.copy() for buffer in buffers]
-            answer = self._read_answer(entry, shard, state)
-            self._report(WorkerReply(entry.worker, answer, copies))
-        else:
-            buffers, done = shard.lend(entry.worker)
-            self._report(WorkerReply(entry.worker, self._read_answer(entry, shard, b""), buffers, done))
-
-    def _segments(self, entry: ReadHere, shard: Shard) -> list[SegmentState]:
-        """The optimizer's state; or of a checkpoint, from the first server: what a worker's filters held back, or state that
-        servers kept and workers go on with."""
-        if entry.what == "state":
-            return [*shard.state(), SegmentState(OF_TABLES, 0, 0, shard.rows.saved_state())]
-        if entry.what == "saved state":
-            return self._for_workers.get(entry.optimizer_id, [])
-        return (
-            read_held(self._resume, entry.optimizer_id, entry.worker) if self._resume is not None and self.shard == 0 else []
-        )
-
-    def _read_answer(self, entry: ReadHere, shard: Shard, state: bytes) -> ReadAnswer:
-        return ReadAnswer(
+        answer = ReadAnswer(
             optimizer_id=entry.optimizer_id,
             shard=self.shard,
             request=entry.request,
             version=shard.version,
-            state=state,
             exchange=entry.exchange,
         )
+        if entry.what == "params":
+            values, done = shard.lend(entry.worker)
+            self._report(WorkerReply(entry.worker, answer, values, done))
+            return
+        segments: list[SegmentState] = []
+        if entry.what == "state":
+            segments = [*shard.state(), SegmentState(OF_TABLES, 0, 0, shard.rows.saved_state())]
+        elif entry.what == "saved state":
+            segments = self._for_workers.get(entry.optimizer_id, [])
+        elif self._resume is not None and self.shard == 0:
+            segments = read_held(self._resume, entry.optimizer_id, entry.worker)
+        answer.state, buffers = pack(segments)
+        self._report(WorkerReply(entry.worker, answer, [buffer.copy() for buffer in buffers]))
 
     def _save(self, name: str) -> None:
         if self._checkpoints is None:

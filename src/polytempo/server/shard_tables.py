@@ -50,7 +50,6 @@ class ShardTables:
     # What came, looked at before it counts.
 
     def check_rows(self, content: Content, buffers: Sequence[Bytes]) -> None:
-        """Refuse rows that do not fit these tables."""
         rest = iter(buffers)
         for part in content.rows:
             info = self._info(part.table)
@@ -65,7 +64,6 @@ class ShardTables:
             self._ids(self._info(want.table), next(rest))
 
     def check_pull(self, table: int, span: tuple[int, int] | None, ids: Sequence[Bytes]) -> None:
-        """Refuse a pull of rows that cannot be."""
         info = self._info(table)
         if span is not None:
             self._span_rows(info, span)
@@ -99,7 +97,6 @@ class ShardTables:
     # Carried out with the log.
 
     def seed(self, rows: Sequence[RowPart], buffers: Sequence[Bytes]) -> None:
-        """Rows that the job starts from."""
         for part, ids, values in self._parts(rows, buffers):
             table = self.tables[part.table]
             table.fill(ids if part.span is None else range_ids(*part.span, self.shard, self.shards), values)
@@ -142,7 +139,6 @@ class ShardTables:
         self._wishes[push.id.worker] = Wishes(push.id.step, push.version, content.values, wanted)
 
     def wants_values(self, worker: int, exchange: int) -> bool:
-        """Shall this answer bring the dense values?"""
         wishes = self._wishes.get(worker)
         return wishes is None or wishes.exchange != exchange or wishes.values
 
@@ -174,7 +170,6 @@ class ShardTables:
         return tuple(answers), buffers, blocks
 
     def forget(self, worker: int) -> None:
-        """A worker is gone."""
         self._wishes.pop(worker, None)
 
     # Saved and loaded.

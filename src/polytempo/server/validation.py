@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from polytempo.compression.chain import parse_chain
-from polytempo.errors import PeerError, PolytempoError
+from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import (
     RECALLED,
@@ -31,9 +31,8 @@ from polytempo.protocol.messages import (
     ScriptState,
 )
 from polytempo.protocol.push import Content, FirstValues, StepBody
-from polytempo.protocol.values import OptimizerSpec, TableInfo
-from polytempo.server.optimizer_state import OF_TABLES, SegmentState
-from polytempo.server.optimizers import build
+from polytempo.protocol.values import OptimizerSpec
+from polytempo.server.optimizer_state import OF_TABLES, SegmentState, build
 from polytempo.tables.initializers import check_start
 from polytempo.tables.row_optimizers import rule
 from polytempo.transport.channel import Bytes
@@ -138,26 +137,18 @@ def check_optimizer_spec(optimizer_id: str, spec: OptimizerSpec) -> None:
     for text in (spec.push_filter, spec.pull_filter):
         parse_chain(text)
     for table in spec.tables:
-        _check_table(table)
+        rule(table.rule)
+        check_start(table.start)
+        if table.dtype not in ITEM_SIZES or table.dim < 1 or table.rows < 0 or table.rows * table.dim > ELEMENTS:
+            raise PeerError(f"table {table.name} was refused: {table.rows} rows of {table.dim} {table.dtype}")
     if spec.apply == "server" and spec.tensors:
         _check_optimizer(spec)
-
-
-def _check_table(info: TableInfo) -> None:
-    rule(info.rule)
-    check_start(info.start)
-    if info.dtype not in ITEM_SIZES or info.dim < 1 or info.rows < 0 or info.rows * info.dim > ELEMENTS:
-        raise PeerError(f"table {info.name} was refused: {info.rows} rows of {info.dim} {info.dtype}")
 
 
 def _check_optimizer(spec: OptimizerSpec) -> None:
     """Made once with next to nothing: torch itself knows what it takes."""
     try:
-        made = build(
-            spec.optimizer,
-            spec.groups,
-            [[torch.nn.Parameter(torch.zeros(1, 1))] for _ in spec.groups],
-        )
+        made = build(spec.optimizer, spec.groups, [[torch.nn.Parameter(torch.zeros(1, 1))] for _ in spec.groups])
     except (TypeError, ValueError, KeyError) as error:
         raise PeerError(f"the optimizer {spec.optimizer} was refused: {error}") from None
     for name, default in made.defaults.items():
@@ -219,11 +210,6 @@ def check_expecting(message: Expecting, size: int) -> None:
     """Refuse ranks that are not the job's."""
     if len(set(message.ranks)) < len(message.ranks) or any(not 0 <= rank < size for rank in message.ranks):
         raise PeerError(f"ranks {message.ranks} were refused; this job has {size} workers")
-
-
-def refusal(error: PolytempoError) -> str:
-    """In one line."""
-    return " ".join(str(error).split())
 
 
 def _is_number(value: Any) -> bool:

@@ -33,12 +33,10 @@ class Loan:
         self._lock = threading.Lock()
 
     def out(self) -> None:
-        """It is being sent once more."""
         with self._lock:
             self.count += 1
 
     def back(self) -> None:
-        """It was sent."""
         with self._lock:
             self.count -= 1
 
@@ -164,8 +162,3 @@ class DeviceValues(ValueMemory):
         for target, tensor in zip(here, tensors, strict=True):
             target.copy_(tensor)  # waits: the buffer is used again
         return here
-
-
-def value_memory(stretches: Sequence[Stretch], pool: Pool, device: Device | None) -> ValueMemory:
-    """Memory for these stretches, on a device or in the CPU's memory."""
-    return HostValues(stretches, pool) if device is None else DeviceValues(stretches, pool, device)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from polytempo.client.client import Client
+from polytempo.client.connections import is_importing_the_script, refusal, started_by
 from polytempo.client.key_value_store import JobStore, JobWatch, store_at
-from polytempo.client.process_identity import is_importing_the_script, refusal, started_by
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ended_badly, watch_exit

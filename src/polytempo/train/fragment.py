@@ -22,9 +22,8 @@ import torch
 
 from polytempo.optim.fragments import cut
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
-from polytempo.protocol.optimizer_names import part_of
 from polytempo.protocol.push import no_steps
-from polytempo.protocol.values import TensorInfo
+from polytempo.protocol.values import TensorInfo, part_of
 from polytempo.reducer.factory import make_value_reducer
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
 from polytempo.reducer.gradient_checks import FiniteWatch

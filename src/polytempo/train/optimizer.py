@@ -36,10 +36,9 @@ from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
-from polytempo.protocol.optimizer_names import beside, number_of
 from polytempo.protocol.push import Measures
 from polytempo.protocol.training_troubles import Circumstances
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, beside, number_of
 from polytempo.records.lines import MAIN
 from polytempo.reducer.buffer_mean import BufferMean
 from polytempo.reducer.factory import make_reducer

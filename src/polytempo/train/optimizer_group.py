@@ -12,7 +12,7 @@ from typing import Any
 
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
-from polytempo.protocol.optimizer_names import name_in_group
+from polytempo.protocol.values import name_in_group
 from polytempo.records.lines import MAIN
 from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features

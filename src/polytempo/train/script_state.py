@@ -27,8 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from polytempo.client.client_state import ClientState
 from polytempo.errors import UsageError
 from polytempo.protocol.messages import GIVEN, MEAN, NEWEST, OWN, ScriptState, StateRecalled
-from polytempo.protocol.optimizer_names import beside
-from polytempo.protocol.values import SavedObject
+from polytempo.protocol.values import SavedObject, beside
 from polytempo.records.lines import MAIN
 from polytempo.session.session import Session, current
 from polytempo.sync.capabilities import PushedWork

@@ -11,9 +11,8 @@ import time
 from collections.abc import Sequence
 
 from polytempo.client.client_state import ClientState
-from polytempo.protocol.optimizer_names import name_in_group
 from polytempo.protocol.push import Measures, StepReport
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, name_in_group
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.session.session import Session
 

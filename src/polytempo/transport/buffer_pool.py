@@ -22,7 +22,8 @@ class Pool:
 
     def __init__(self, registry: SharedMemoryRegistry | None = None) -> None:
         self.registry = registry  #: what this process shares with others of its host; None where it shares nothing
-        self.make: Callable[[int], Bytes] = _new  #: makes a buffer of a size; another where GPUs shall reach buffers
+        #: Makes a buffer of a size; another where GPUs shall reach buffers.
+        self.make: Callable[[int], Bytes] = lambda size: numpy.empty(size, dtype=numpy.uint8)
         self._free: dict[int, list[Bytes]] = {}
 
     @property
@@ -45,17 +46,11 @@ class Pool:
         return self.make(size)
 
     def clear(self) -> None:
-        """Keep nothing."""
         self._free.clear()
 
     def give(self, buffer: Bytes) -> None:
-        """Return a buffer that is not read any more."""
         if buffer.nbytes >= KEEP_FROM and not isinstance(buffer, Borrowed):
             self._free.setdefault(buffer.nbytes, []).append(buffer)
-
-
-def _new(size: int) -> Bytes:
-    return numpy.empty(size, dtype=numpy.uint8)
 
 
 class Arena:
@@ -77,6 +72,5 @@ class Arena:
             return self._pool.allocate(size)
 
     def give(self, blocks: Iterable[Bytes]) -> None:
-        """Return blocks that are not read any more."""
         for block in blocks:
             self._free[block.nbytes].append(block)

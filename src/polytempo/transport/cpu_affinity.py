@@ -68,21 +68,8 @@ class Companion:
     def __enter__(self) -> None:
         """From now on both are on this core."""
         self._brief = time.monotonic() - self._left < BRIEF
-        if self._possible and self._own is None:
-            self._call_over()
-
-    def __exit__(self, *error: object) -> None:
-        self._left = time.monotonic()
-        if self._own is not None and not (self._brief and error[0] is None):
-            self.release()
-
-    def release(self) -> None:
-        """This thread may use all its cores again."""
-        if self._own is not None:
-            os.sched_setaffinity(0, self._own)
-            self._own = None
-
-    def _call_over(self) -> None:
+        if not self._possible or self._own is not None:
+            return
         core = self._which_core() if self._which_core is not None else -1
         try:
             if core != self._core:
@@ -93,3 +80,13 @@ class Companion:
             self._own = own
         except (OSError, ValueError):  # not allowed here, or the thread is gone: then it is merely slower
             self._possible = False
+
+    def __exit__(self, *error: object) -> None:
+        self._left = time.monotonic()
+        if self._own is not None and not (self._brief and error[0] is None):
+            self.release()
+
+    def release(self) -> None:
+        if self._own is not None:
+            os.sched_setaffinity(0, self._own)
+            self._own = None

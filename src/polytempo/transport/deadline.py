@@ -61,7 +61,6 @@ class Deadline:
 
     @property
     def waited(self) -> float:
-        """Seconds since the wait began."""
         return time.monotonic() - self._began
 
     @property
@@ -71,7 +70,6 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether the wait has timed out."""
         return self.seconds is not None and self.waited >= self.seconds
 
     @property

@@ -305,7 +305,12 @@ class FrameReader(FrameDecoder[tuple[bytes, list[Bytes]]]):
 
     def _buffers(self, entries: Sequence[tuple[int, int, int]], lease_segment: int, word: int) -> list[Bytes]:
         referred = sum(number != NONE for _, _, number in entries)
-        dropped = self._held_lease(lease_segment, word, referred) if lease_segment != NONE else None
+        dropped = None
+        if lease_segment != NONE:
+            if lease_segment >= len(self._segments) or not 0 <= word < self._segments[lease_segment].size:
+                where = f"segment {lease_segment}, byte {word}"
+                raise PeerError(f"invalid lease ({where}): that segment was not handed over or is smaller")
+            dropped = Lease(self._segments[lease_segment], word).held_by(referred)
         result: list[Bytes] = []
         for length, offset, number in entries:
             if number == NONE:
@@ -317,25 +322,17 @@ class FrameReader(FrameDecoder[tuple[bytes, list[Bytes]]]):
         return result
 
     def _view(self, number: int, offset: int, length: int, dropped: OnSent | None) -> Bytes:
-        if dropped is not None:
-            return self._borrowed(number, offset, length, dropped)
         key = number, offset, length
-        if key not in self._views:
-            if len(self._views) >= REMEMBERED:
-                self._views.clear()
-            self._views[key] = self._borrowed(number, offset, length, None)
-        return self._views[key]
-
-    def _borrowed(self, number: int, offset: int, length: int, dropped: OnSent | None) -> Borrowed:
+        if dropped is None and key in self._views:
+            return self._views[key]
         segment = self._segments[number]
         result = segment.view(offset, length, dropped).view(Borrowed)
         result.segment = segment
+        if dropped is None:
+            if len(self._views) >= REMEMBERED:
+                self._views.clear()
+            self._views[key] = result
         return result
-
-    def _held_lease(self, number: int, word: int, views: int) -> OnSent:
-        if number >= len(self._segments) or not 0 <= word < self._segments[number].size:
-            raise PeerError(f"invalid lease (segment {number}, byte {word}): that segment was not handed over or is smaller")
-        return Lease(self._segments[number], word).held_by(views)
 
     def close(self) -> None:
         super().close()

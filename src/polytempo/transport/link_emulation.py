@@ -104,7 +104,6 @@ class EmulatedNetwork:
         return flow.waiting < AHEAD and flow.inside < self._window
 
     def send(self, flow: Flow, nbytes: int, now: float) -> None:
-        """A chunk of a connection is ready to be sent."""
         flow.waiting += 1
         flow.inside += nbytes
         self._then(LinkPlace.LEFT, self._pass(self._sending, flow.source, now, nbytes), flow, nbytes)

@@ -141,7 +141,6 @@ class LinkRelay:
         return min([wanted.again_at for wanted in self._wanted] + ([due] if due is not None else []), default=None)
 
     def close(self) -> None:
-        """End all connections."""
         for sock in [
             *(end.sock for end in self._ends.values()),
             *(wanted.sock for wanted in self._wanted),

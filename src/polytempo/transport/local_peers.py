@@ -20,8 +20,8 @@ from polytempo.transport.channel import Bytes
 from polytempo.transport.deadline import MORE_TIME, Deadline, named
 from polytempo.transport.peer_link import NOTE, SEGMENT, LinkMessage
 from polytempo.transport.shared_memory import Segment
+from polytempo.transport.stream import HELLO, accept_rank, connect_to
 from polytempo.transport.stream_link import StreamLink
-from polytempo.transport.unix_socket import HELLO, accept_rank, connect_to
 
 #: The kind of notification that a segment counts as.
 HANDED_OVER = 0
@@ -44,7 +44,13 @@ class LocalPeers:
         self._segments: dict[tuple[int, int], Segment] = {}  # (rank, context)
         self._deadline = Deadline(rank, timeout)  # of the wait that goes on
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        _listen_at(self._listener, self._path(rank))
+        hidden = f"{self._path(rank)}-unready"
+        self._listener.bind(hidden)
+        self._listener.listen(128)
+        try:
+            os.link(hidden, self._path(rank))  # only now: a rank whose path refuses connections counts as lost
+        finally:
+            os.unlink(hidden)
         self._listener.setblocking(False)
 
     def _path(self, rank: int) -> str:
@@ -61,7 +67,10 @@ class LocalPeers:
                 self._connect(rank, deadline)
         while missing := [r for r in wanted if r > self.rank and r not in self._links and r not in self.lost]:
             if _readable([self._listener.fileno()], deadline.until_next_look):
-                self._accept()
+                with suppress(BlockingIOError):
+                    accepted = accept_rank(self._listener)  # none: a probe, or a process that does not belong here
+                    if accepted is not None:
+                        self._links[accepted[0]] = StreamLink(accepted[0], self, accepted[2])
             elif deadline.over:
                 raise PeerError(f"rank {self.rank} has waited {timeout:g} s for rank {missing[0]} to connect")
             else:
@@ -82,7 +91,7 @@ class LocalPeers:
             self.lost.add(rank)
         else:
             sock.sendall(HELLO.pack(self.rank, 0))
-            self._add(rank, sock)
+            self._links[rank] = StreamLink(rank, self, sock)
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the path of a rank is left from a process that has ended: then a connection is refused."""
@@ -95,20 +104,9 @@ class LocalPeers:
                 return False
             return False
 
-    def _accept(self) -> None:
-        with suppress(BlockingIOError):
-            accepted = accept_rank(self._listener)  # none: a probe, or a process that does not belong here
-            if accepted is not None:
-                rank, _, sock = accepted
-                self._add(rank, sock)
-
-    def _add(self, rank: int, sock: socket.socket) -> None:
-        self._links[rank] = StreamLink(rank, self, sock)
-
     # Notifying and waiting.
 
     def hand_over(self, ranks: Iterable[int], number: int, segment: Segment) -> None:
-        """Give these ranks the segment of a buffer."""
         self._send(ranks, LinkMessage(SEGMENT, number * KINDS + HANDED_OVER, 0, segment=segment))
 
     def tell(self, ranks: Iterable[int], kind: int, number: int, round_: int) -> None:
@@ -126,7 +124,6 @@ class LocalPeers:
         return self._heard.get((rank, number * KINDS + kind), -1)
 
     def segment(self, rank: int, number: int) -> Segment:
-        """The segment of a buffer that a rank has handed over."""
         return self._segments[rank, number * KINDS + HANDED_OVER]
 
     def wait(self, ranks: Iterable[int], kind: int, number: int, round_: int, also: Iterable[Also] = ()) -> None:
@@ -157,7 +154,6 @@ class LocalPeers:
         raise PeerError(f"it sent a payload of {length} bytes where notifications were expected")
 
     def arrived(self, source: int, message: LinkMessage, payload: Bytes | None) -> None:
-        """Note a notification, or a segment."""
         key = source, message.context
         if message.kind == NOTE:
             self._heard[key] = max(message.tag, self._heard.get(key, -1))
@@ -166,7 +162,6 @@ class LocalPeers:
             self._heard[key] = 0
 
     def gone(self, source: int, reason: str) -> None:
-        """A link has ended."""
         self.lost.add(source)
         self._links.pop(source, None)
 
@@ -188,7 +183,6 @@ class LocalPeers:
         self._links.clear()
 
     def close(self) -> None:
-        """End all links."""
         for rank, link in list(self._links.items()):
             link.close()
             self.gone(rank, "")
@@ -202,17 +196,6 @@ def check_peers(deadline: Deadline, missing: list[int], action: str) -> None:
     deadline.look(missing, action)
     if deadline.over:
         raise PeerError(f"{deadline.line(f'for {named(missing)} {action}')}; {MORE_TIME}")
-
-
-def _listen_at(listener: socket.socket, path: str) -> None:
-    """Listen, and let the path appear only then: a rank whose path refuses connections counts as lost."""
-    hidden = f"{path}-unready"
-    listener.bind(hidden)
-    listener.listen(128)
-    try:
-        os.link(hidden, path)
-    finally:
-        os.unlink(hidden)
 
 
 def _readable(descriptors: list[int], seconds: float) -> list[int]:

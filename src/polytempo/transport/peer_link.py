@@ -7,7 +7,7 @@ expected goes straight to where it belongs. The owner of the receiver drives the
 
     `stream_link.py`  Unix sockets, between processes of one host; segments of shared memory are handed over here
     `zmq_link.py`     ZeroMQ with CURVE keys, between hosts
-    `memory_link.py`  queues, between threads
+    `memory.py`       queues, between threads
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from polytempo.transport.channel import Bytes
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.framing import HEAD, MAGIC
-from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
 
 #: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a

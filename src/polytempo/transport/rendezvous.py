@@ -1,7 +1,7 @@
 """Rendezvous: how the ranks of a job find each other, by a name they all know or through a key-value store.
 
 On one host each rank listens at an abstract Unix address made from the name (nothing is left in any directory, however a
-process ends) and connects to all lower ranks. A process of another user is refused (`unix_socket.py`).
+process ends) and connects to all lower ranks. A process of another user is refused (`stream.py`).
 
 With a store, each rank first publishes its host (machine and network namespace). Pairs on one host connect as above; others
 by ZeroMQ, at addresses published in the store.
@@ -18,6 +18,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,8 +28,8 @@ from polytempo.transport.host_addresses import own_host
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
+from polytempo.transport.stream import HELLO, RETRY_EVERY, accept_rank, connect_to, process_and_user
 from polytempo.transport.stream_link import StreamLink
-from polytempo.transport.unix_socket import HELLO, RETRY_EVERY, accept_rank, connect_to, peer_pid, peer_uid
 from polytempo.transport.zmq_link import HOST_TIMEOUT, ZmqLink, ZmqWires
 
 #: What stands for the address by which others reach a host that listens at all its addresses.
@@ -214,21 +215,15 @@ def _bind(listener: socket.socket, address: str, rank: int) -> None:
     try:
         listener.bind(address)
     except OSError:
+        process = 0
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):  # it may have just ended
+            probe.connect(address)
+            process = process_and_user(probe)[0]
         raise PeerError(
-            f"process {_listener_at(address)} is rank {rank} of this job already, so process {os.getpid()} cannot be; "
+            f"process {process} is rank {rank} of this job already, so process {os.getpid()} cannot be; "
             "are two jobs using one name?"
         ) from None
     listener.listen(1024)
-
-
-def _listener_at(address: str) -> int:
-    """The process that listens there; 0 when it has just ended."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(address)
-            return peer_pid(probe)
-        except OSError:
-            return 0
 
 
 def _connect(name: str, other: int, meeting: Rendezvous) -> socket.socket | None:
@@ -248,7 +243,7 @@ def _connect(name: str, other: int, meeting: Rendezvous) -> socket.socket | None
         return True
 
     while (sock := connect_to(f"\0polytempo-{name}-{other}", retry)) is not None:
-        if peer_uid(sock) != os.getuid():
+        if process_and_user(sock)[1] != os.getuid():
             sock.close()
             raise UsageError(f"rank {other} is a process of another user; this rank does not talk to it")
         try:

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -165,18 +165,15 @@ class SharedMemoryRegistry:
         """Zeroed memory, shared if it is large enough to matter and there is room; a lack of room is reported once."""
         if size >= SHARE_FROM:
             try:
-                segment = self._add(make_segment(size))
+                segment = make_segment(size)
+                with self._lock:
+                    index = bisect.bisect(self._addresses, segment.address)
+                    self._addresses.insert(index, segment.address)
+                    self._segments.insert(index, segment)
                 return segment.view(0, size, self._remove, segment.number)
             except (OSError, MemoryError) as error:
                 self._warn(size, error)
         return numpy.zeros(size, dtype=numpy.uint8)
-
-    def _add(self, segment: Segment) -> Segment:
-        with self._lock:
-            index = bisect.bisect(self._addresses, segment.address)
-            self._addresses.insert(index, segment.address)
-            self._segments.insert(index, segment)
-        return segment
 
     def _remove(self, number: int) -> None:
         with self._lock:
@@ -205,9 +202,12 @@ class SharedMemoryRegistry:
         """Grant a lease; None when too many are granted. `returned` is called by `collect` once it is free."""
         self.collect()
         with self._lock:
-            if self._words is None and not self._make_words():
-                return None
-            assert self._words is not None
+            if self._words is None:
+                try:
+                    self._words = make_segment(LEASES)
+                except (OSError, MemoryError) as error:
+                    self._warn(LEASES, error)
+                    return None
             if not self._free:
                 return None
             lease = Lease(self._words, self._free.pop())
@@ -215,16 +215,7 @@ class SharedMemoryRegistry:
             self._granted[lease.word] = lease, returned
             return lease
 
-    def _make_words(self) -> bool:
-        try:
-            self._words = make_segment(LEASES)
-        except (OSError, MemoryError) as error:
-            self._warn(LEASES, error)
-            return False
-        return True
-
     def collect(self) -> None:
-        """Find the leases that are free again."""
         if not self._granted:
             return
         with self._lock:
@@ -273,15 +264,13 @@ class LeasedBlocks:
         if block is None:
             more = max(1, len(blocks) // SPARE)
             made = make_segment(more * room)
-            blocks[:0] = _blocks(made, next(self._numbers), more, room)
+            number = next(self._numbers)
+            for offset in reversed(range(0, more * room, room)):
+                block = LeasedBlock(number, offset, made.view(offset, room), Lease(made, offset + BLOCK_LEASE))
+                blocks.insert(0, block)
             block = blocks[0]
         block.lease.grant()
         return block, made
-
-
-def _blocks(segment: Segment, number: int, parts: int, size: int) -> Iterator[LeasedBlock]:
-    for offset in range(0, parts * size, size):
-        yield LeasedBlock(number, offset, segment.view(offset, size), Lease(segment, offset + BLOCK_LEASE))
 
 
 def rounded(size: int) -> int:

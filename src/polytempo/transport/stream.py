@@ -1,7 +1,11 @@
 """`ipc://`: Unix stream sockets in a private directory.
 
-Only this user can reach the directory, and the kernel says which user connects (`unix_socket.py`). It also says at once when
-a peer is gone, however it died. Messages are framed by `framing.py`.
+Only this user can reach the directory, and the kernel says which user connects (SO_PEERCRED): another user's process is
+turned away before a byte is read, so no cipher is needed. It also says at once when a peer is gone, however it died.
+Messages are framed by `framing.py`.
+
+What all Unix stream sockets need is here, too: one connect loop, one way to accept. A rank that connects to another first
+sends its hello.
 """
 
 from __future__ import annotations
@@ -9,20 +13,86 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import struct
 import sys
 import termios
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
+from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Poller, Received
 from polytempo.transport.deadline import Deadline
 from polytempo.transport.framing import FrameOutbox, FramePiece, FrameReader, FrameWriter, send_piece
-from polytempo.transport.poller import Poller
-from polytempo.transport.unix_socket import accept_own, connect_to, widen
+
+#: The first bytes that a rank sends to another: its rank, and the number of ranks (0 where that is not fixed).
+HELLO = struct.Struct("<II")
+HELLO_TIMEOUT = 5.0
+RETRY_EVERY = 0.01
+SOCKET_BUFFER = 4 << 20
+
+
+def connect_to(address: str, retry: Callable[[OSError], bool]) -> socket.socket | None:
+    """Connect to a listener that may still be starting.
+
+    Args:
+        address: A path, or an abstract address.
+        retry: Called after each failure; returns whether to try again, or raises.
+
+    Returns:
+        The connection; None when `retry` gave up.
+    """
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(address)
+            return sock
+        except OSError as error:  # there is nothing to wait on before it listens
+            sock.close()
+            if not retry(error):
+                return None
+        time.sleep(RETRY_EVERY)
+
+
+def accept_own(listener: socket.socket) -> socket.socket | None:
+    """Accept a connection; None where it comes from another user. `OSError` where there is none."""
+    sock, _ = listener.accept()
+    if process_and_user(sock)[1] == os.getuid():
+        return sock
+    sock.close()
+    return None
+
+
+def accept_rank(listener: socket.socket) -> tuple[int, int, socket.socket] | None:
+    """Accept a rank: its rank, the number of ranks it expects, and the connection; None for what sends no hello."""
+    sock = accept_own(listener)
+    if sock is None:
+        return None
+    sock.settimeout(HELLO_TIMEOUT)
+    try:
+        hello = sock.recv(HELLO.size, socket.MSG_WAITALL)
+    except OSError:
+        hello = b""
+    if len(hello) < HELLO.size:
+        sock.close()
+        return None
+    return (*HELLO.unpack(hello), sock)
+
+
+def process_and_user(sock: socket.socket) -> tuple[int, int]:
+    """Who is at the other end, as the kernel knows it."""
+    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid), int(uid)
+
+
+def widen(sock: socket.socket) -> None:
+    """Enlarge the kernel's buffers of a connection."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+
 
 IN, OUT = int(zmq.POLLIN | zmq.POLLERR), int(zmq.POLLOUT)  # as plain numbers: they are looked at often
 
@@ -48,7 +118,6 @@ class StreamPeer(Peer):
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
         try:
             self._outbox.flush(self.sock)
         except OSError:
@@ -140,7 +209,6 @@ class StreamEndpoint(Endpoint):
             self._poller.register(peer.fileno, zmq.POLLIN | (zmq.POLLOUT if writing else 0))
 
     def forget(self, peer: StreamPeer) -> None:
-        """End a connection."""
         if self._peers.pop(peer.fileno, None) is not None and self._poller is not None:
             self._poller.unregister(peer.fileno)
         peer.drop()
@@ -164,8 +232,17 @@ class StreamChannel(Channel):
     """A connection to a path."""
 
     def __init__(self, path: str, pool: Pool, limit: int, timeout: float = 0.0) -> None:
-        self._sock = _connected(path, timeout)
-        widen(self._sock)
+        deadline = Deadline(-1, timeout, firm=True)
+
+        def retry(error: OSError) -> bool:  # the server may still be starting
+            if deadline.over or not os.path.isdir(os.path.dirname(path)):
+                raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
+            return True
+
+        sock = connect_to(path, retry)
+        assert sock is not None
+        widen(sock)
+        self._sock = sock
         self._reader = FrameReader(pool, limit)
         self._reader.ahead = True
         self._writer = FrameWriter(pool)
@@ -196,7 +273,8 @@ class StreamChannel(Channel):
         return self._reader.is_ahead()
 
     def moved(self) -> int:
-        return self._reader.count + self._sent - _unread(self._sock)
+        unread = fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4))  # the other end has it still to take out of the kernel
+        return self._reader.count + self._sent - int.from_bytes(unread, sys.byteorder)
 
     def pollable(self) -> int:
         return self._sock.fileno()
@@ -204,22 +282,3 @@ class StreamChannel(Channel):
     def close(self) -> None:
         self._reader.close()
         self._sock.close()
-
-
-def _connected(path: str, timeout: float) -> socket.socket:
-    """A connection to a server that may still be starting."""
-    deadline = Deadline(-1, timeout, firm=True)
-
-    def retry(error: OSError) -> bool:
-        if deadline.over or not os.path.isdir(os.path.dirname(path)):
-            raise PeerError(f"cannot reach the job at ipc://{path}: {error.strerror}; has it ended?") from None
-        return True
-
-    sock = connect_to(path, retry)
-    assert sock is not None
-    return sock
-
-
-def _unread(sock: socket.socket) -> int:
-    """What the other end has not taken out of the kernel yet."""
-    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)

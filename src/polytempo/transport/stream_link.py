@@ -7,13 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import Bytes
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.framing import FrameDecoder, FrameOutbox
 from polytempo.transport.peer_link import KINDS, META_LIMIT, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
-from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
-from polytempo.transport.stream import IN, OUT
-from polytempo.transport.unix_socket import widen
+from polytempo.transport.stream import IN, OUT, widen
 
 #: Payloads as small as this are copied behind their head and sent with it.
 JOIN_UP_TO = 16 << 10
@@ -114,7 +112,6 @@ class StreamLink(PeerLink):
             self.read()
 
     def drain(self) -> None:
-        """Take everything that the other end has sent so far."""
         while self.read():
             pass
 

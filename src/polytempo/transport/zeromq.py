@@ -5,24 +5,33 @@ anew each time, and its page faults cost more than its bytes.
 
 The kernel says whether the other end is there: it probes an idle connection (keep-alive), and waits for acknowledgements on
 a busy one, so that a slow connection is never taken for a broken one. ZeroMQ's own heartbeats would queue behind the data.
+
+ZeroMQ reports whole messages only; the kernel counts each byte. A `Meter` asks it: ZeroMQ's monitor says which descriptor a
+connection has, and TCP_INFO how many bytes the other host has acknowledged and how many have come. Keep-alive does not
+count: where nothing is sent, nothing moves.
 """
 
 from __future__ import annotations
 
+import fcntl
+import socket as sockets
 import struct
-from collections.abc import Iterator, Sequence
+import sys
+import termios
+import time
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
-import zmq.utils.garbage  # now: it ends at exit what sends without copies need, after all that is registered later
+import zmq.utils.garbage
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Endpoint, OnSent, Peer, Received
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, Channel, Closed, Endpoint, OnSent, Peer, Poller, Received
 from polytempo.transport.keys import JobKeys, WorkerKeys
-from polytempo.transport.meter import Meter
-from polytempo.transport.poller import Poller
 
 PIECE = 1 << 20
 #: No single frame may be larger: pieces are smaller, headers never reach it.
@@ -31,17 +40,6 @@ FRAME_LIMIT = 64 << 20
 SILENCE_S = 20
 #: A channel that closes waits so long for the other host to take what is left, counted from the last byte that moved.
 LAST_WORDS_S = 2
-
-
-class OnlyWorkers:
-    """Accepts peers that have the workers' key."""
-
-    def __init__(self, public: str) -> None:
-        self._public = public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with the key a peer has proved to have, as text."""
-        return key == self._public
 
 
 class ZmqContext:
@@ -53,7 +51,10 @@ class ZmqContext:
         if worker_public is not None:
             self._authenticator = ThreadAuthenticator(self.context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyWorkers(worker_public))
+            # It is called with the key that a peer has proved to have, as text.
+            wanted = worker_public.encode()
+            only_workers = SimpleNamespace(callback=lambda domain, key: key == wanted)
+            self._authenticator.configure_curve_callback(domain="*", credentials_provider=only_workers)
 
     def close(self) -> None:
         """After all its sockets."""
@@ -225,12 +226,11 @@ def go_through(socket: zmq.Socket[bytes], proxy: str = "") -> None:
 def frames_of(header: bytes, buffers: Sequence[Bytes]) -> list[bytes | memoryview]:
     """A message as frames."""
     lengths = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
-    return [header, lengths, *(piece for buffer in buffers for piece in _pieces(buffer))]
-
-
-def _pieces(buffer: Bytes) -> Iterator[memoryview]:
-    view = buffer.data.cast("B")
-    return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
+    frames: list[bytes | memoryview] = [header, lengths]
+    for buffer in buffers:
+        view = buffer.data.cast("B")
+        frames += [view[start : start + PIECE] for start in range(0, len(view), PIECE)]
+    return frames
 
 
 def message_of(frames: Sequence[zmq.Frame], limit: int, pool: Pool) -> tuple[bytes, list[Bytes]]:
@@ -251,3 +251,86 @@ def message_of(frames: Sequence[zmq.Frame], limit: int, pool: Pool) -> tuple[byt
             buffer.data[start : start + len(piece)] = piece
         buffers.append(buffer)
     return frames[0].bytes, buffers
+
+
+#: In Linux's struct tcp_info: bytes_acked and bytes_received.
+COUNTS = struct.Struct("120xQQ")
+#: And the milliseconds since the last data and the last acknowledgement came.
+HEARD = struct.Struct("52xII")
+WATCHED = int(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+#: Seconds between two looks at what is still to be sent.
+LOOK = 0.01
+
+
+class Meter:
+    """The meter of a socket that makes one connection, anew when it breaks. To be made before it connects."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(WATCHED)
+        self._descriptor: int | None = None
+        self._earlier = self._now = 0  # over connections that have ended, and over this one
+
+    def read(self) -> int:
+        """Bytes that have moved so far, either way."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            self._earlier, self._now = self._earlier + self._now, 0
+            self._descriptor = int(event["value"]) if event["event"] == zmq.EVENT_CONNECTED else None
+        if self._descriptor is not None:
+            self._now = _counted(self._descriptor, self._now)
+        return self._earlier + self._now
+
+    def close(self, idle_timeout: float = 0.0) -> None:
+        """Before the socket is closed: wait for what was sent to be gone, as long as it moves (`drain`)."""
+        self.read()
+        if idle_timeout and self._descriptor is not None:
+            drain([self._descriptor], idle_timeout)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+
+def drain(descriptors: Collection[int], idle_timeout: float) -> None:
+    """Wait until the other host has all that ZeroMQ was given for these connections, or nothing has moved for `idle_timeout`
+    seconds. (ZeroMQ's linger is a fixed time, however slow the link is.)"""
+    quiet_since, before, empty = time.monotonic(), -1, 0
+    while empty < 2 and time.monotonic() - quiet_since < idle_timeout:  # what is empty twice is not about to be filled again
+        moved = sum(_counted(descriptor, 0) for descriptor in descriptors)
+        empty = empty + 1 if not any(_unacknowledged(descriptor) for descriptor in descriptors) else 0
+        if moved != before:
+            quiet_since, before = time.monotonic(), moved
+        time.sleep(LOOK)
+
+
+def unheard_for(connection: sockets.socket) -> float:
+    """Seconds since anything has come from the other host, a probe or an acknowledgement included; also of a connection that
+    has just ended. Zero where it is not TCP."""
+    try:
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, HEARD.size)
+        data, acknowledgement = HEARD.unpack(info)
+        return float(min(data, acknowledgement)) / 1000
+    except OSError:
+        return 0.0
+
+
+def _unacknowledged(descriptor: int) -> int:
+    """Bytes in the kernel that the other host has not got yet; none when the connection has ended."""
+    try:
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
+
+
+def _counted(descriptor: int, before: int) -> int:
+    """What TCP has moved over a descriptor; what it was before, if the connection has just ended."""
+    try:
+        connection = sockets.socket(fileno=descriptor)
+    except OSError:
+        return before
+    try:
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, COUNTS.size)
+        return sum(COUNTS.unpack(info)) if len(info) == COUNTS.size else before
+    except OSError:
+        return before
+    finally:
+        connection.detach()  # it is ZeroMQ's

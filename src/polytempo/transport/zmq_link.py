@@ -23,14 +23,12 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.errors import PeerError
-from polytempo.transport.channel import Bytes
+from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.framing import HEAD, MAGIC
 from polytempo.transport.keys import WorkerKeys
-from polytempo.transport.meter import drain, unheard_for
 from polytempo.transport.peer_link import BYE, KINDS, PAYLOAD_LIMIT, LinkMessage, OnLinkSent, PeerLink, Receiver
-from polytempo.transport.poller import Poller
 from polytempo.transport.shared_memory import Segment
-from polytempo.transport.zeromq import ZmqContext, go_through, set_options, take_family
+from polytempo.transport.zeromq import ZmqContext, drain, go_through, set_options, take_family, unheard_for
 
 #: Where in a head the kind is.
 KIND = 2
