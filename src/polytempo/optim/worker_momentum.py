@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from polytempo.sync.momentum import FOLLOWS, RULES, calmed, share_of_joiner
+from polytempo.sync import momentum
 
 #: Elements that are worked on at a time.
 PIECE = 1 << 16
@@ -159,7 +159,7 @@ class GradientMomentum:
         state = self._optimizer.state.get(param, {})
         sample, times = _sample(gradient)
         length = float((torch.linalg.vector_norm(sample) * times).float())
-        factor, usual = calmed(length, float(state.get(USUAL, 0.0)), self._spike)
+        factor, usual = momentum.calmed(length, float(state.get(USUAL, 0.0)), self._spike)
         if keeps:
             self._optimizer.state[param][USUAL] = torch.tensor(usual)
         return factor
@@ -175,7 +175,7 @@ class GradientMomentum:
         learns = (usual > 0) & (lengths > 0) & lengths.isfinite()
         factors = torch.where(learns, counted / lengths, 1.0)
         first = torch.where(lengths.isfinite(), lengths, 0.0)
-        kept = torch.where(usual > 0, torch.where(learns, usual + FOLLOWS * (counted - usual), usual), first)
+        kept = torch.where(usual > 0, torch.where(learns, usual + momentum.FOLLOWS * (counted - usual), usual), first)
         for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.float().unbind(), strict=True):
             gradient.mul_(factor)
             state[USUAL] = one
@@ -200,7 +200,7 @@ class ChangeMomentum:
 
     def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, joins: bool = False) -> None:
         self._optimizer, self._looks_ahead, self._joins = optimizer, looks_ahead, joins
-        self._rule = RULES[type(optimizer).__name__]
+        self._rule = momentum.RULES[type(optimizer).__name__]
         self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, out: torch.Tensor) -> float:
@@ -255,7 +255,7 @@ class ChangeMomentum:
     def _share(self, param: torch.Tensor) -> float:
         """What the push counts for."""
         step = self._optimizer.state.get(param, {}).get("step") if self._joins else None
-        return 1.0 if step is None else share_of_joiner(type(self._optimizer).__name__, float(step))
+        return 1.0 if step is None else momentum.share_of_joiner(type(self._optimizer).__name__, float(step))
 
     def _last(self, group: dict[str, Any], param: torch.Tensor) -> tuple[list[torch.Tensor], float]:
         """The last change of a parameter, for each unit of the rate, and how far the next is extrapolated. The first of a

@@ -53,7 +53,7 @@ from polytempo.session.session import Session
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.directives import Directive
 from polytempo.sync.events import Measured, Pushed
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import Spec
 from polytempo.transport.buffer_pool import Pool
 
 #: Bytes of a bucket.
@@ -341,8 +341,8 @@ def raise_difference(group: RankGroup, text: str) -> None:
 class RuleByBallot:
     """The rule of a mode's rounds, run by each rank on the ballots of all: the same numbers, so the same decisions."""
 
-    def __init__(self, sync: str, members: Sequence[int]) -> None:
-        policy = parse_spec(sync).policy(len(members))
+    def __init__(self, sync: Spec, members: Sequence[int]) -> None:
+        policy = sync.policy(len(members))
         assert isinstance(policy, Barrier)
         self._rule, self._began, self._step = policy.rule, time.monotonic(), 0
         self._rule.start(0.0)
@@ -404,11 +404,10 @@ class CollectiveReducer(Reducer):
         own_memory = hooked and device is None
         self.hooks = GradientHooks(params, buffer, self._complete) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all ranks after a write by the script
-        self._blocks = parse_spec(spec.sync).averaging is not None
-        self._measured = parse_spec(spec.sync).capabilities.by_speed
+        self._blocks, self._measured = spec.parsed.capabilities.averages, spec.parsed.capabilities.by_speed
         members = spec.members or tuple(range(session.size))
         ruled = (self._blocks or self._measured) and self._clock is None
-        self._rule = RuleByBallot(spec.sync, members) if ruled else None
+        self._rule = RuleByBallot(spec.parsed, members) if ruled else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
         self._averages = True  # the round under way makes the mean; else `agree` has made it
         self._expected: Callable[[], float] | None = None  # what the next push will weigh

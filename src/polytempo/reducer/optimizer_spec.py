@@ -19,8 +19,8 @@ from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.reducer.flat_buffer import describe
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.server.optimizers import check_optimizer
+from polytempo.sync import momentum
 from polytempo.sync.compatibility import Feature, check_features
-from polytempo.sync.momentum import BARE
 from polytempo.sync.spec import Spec
 
 #: Types of hyper-parameters that a message can have, beside tuples of these and tensors of one element.
@@ -51,7 +51,7 @@ class HyperParameters:
     def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
         plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
         if self._bare:
-            plain |= BARE
+            plain |= momentum.BARE
         if not self._spec.mode.rule:
             return plain
         names = self._spec.rule_options

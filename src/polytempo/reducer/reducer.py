@@ -51,9 +51,9 @@ class Reducer(ABC):
     holds_state = False  #: do servers keep the optimizer's state?
     needs_join = False  #: must a worker that has run out of data go on taking part until all have?
 
-    def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout, delay: int = 0) -> None:
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout) -> None:
         self.session, self.name, self.spec, self.layout = session, name, spec, layout
-        self.client_state = ClientState(name, ahead=delay)
+        self.client_state = ClientState(name, ahead=spec.parsed.capabilities.ahead)
         self.step = 0
         self.waited = 0.0  #: seconds of the last push
         self.sending = True  #: may buckets leave during backward?

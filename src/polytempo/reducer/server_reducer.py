@@ -40,7 +40,7 @@ from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, pack
 from polytempo.server.optimizers import is_whole
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.capabilities import PushedWork
 from polytempo.transport.channel import Bytes
 
 #: Reads rows of a table.
@@ -131,32 +131,35 @@ class ServerReducer(Reducer):
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
-        self._sync = parse_spec(spec.sync)
-        delay = self._sync.ahead
-        device = device_of(session.devices, self.client, self._sync, spec, params)
+        sync, mode = spec.parsed, spec.parsed.capabilities
+        device = device_of(session.devices, self.client, sync, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
-        super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
+        super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)))
+        self._ahead = self.client_state.ahead  # pushes of this worker that may be under way while it computes the next
+        self._fetches = mode.fetches  # values are this worker's own between two fetches
+        self._common = mode.common
+        averages = spec.apply == "mean"
+        self._next_is_told = averages or mode.averages or mode.by_speed  # the answer says what follows
         self.holds_state = spec.apply == "server" and momentum is None
         self.pulls = True  #: shall answers bring the dense values?
         self.own = 0  #: pushes of this worker since the version that the next one is made on
-        changes, replaces = spec.apply == "delta", self._sync.capabilities.rounds or self._sync.averaging is not None
+        changes, replaces = spec.apply == "delta", mode.rounds or mode.averages
         self._content = PushedGradient if not changes else PushedValues if replaces else PushedChange
         self._momentum = momentum
         shares_memory = hooked and momentum is None  # gradients live in the flat buffer
-        blocks = self._sync.averaging  # what is written inside a block is this worker's own progress
-        self._compares = spec.apply != "mean" and blocks is None
+        self._compares = not averages and not mode.averages  # what is written inside a block is this worker's own progress
         self._exchange: DeviceExchange | None = None  # where values stay on a device
         self.copier = self._new_copier(params, device, beside)
         self.taker = ValueTaker(self.copier)
         self._own: OwnPushes | None = None
-        if delay and self._sync.worker_momentum:
+        if self._ahead and sync.worker_momentum:
             members, departed = spec.members or range(session.size), self.client.departed
-            changes = spec.apply == "delta"
-            self._own = OwnPushes(self.copier, self.layout, self._sync, members, departed, self.client_state, changes)
+            self._own = OwnPushes(self.copier, self.layout, sync, members, departed, self.client_state, changes)
             self.taker.install = self._own.install
-        if delay or (blocks is not None and (blocks.fragments > 1 or blocks.overlap or blocks.decoupled)):
+        machine = sync.machine(session.rank)
+        if self._ahead or machine.parts > 1 or machine.overlaps or (mode.averages and not mode.rounds):
             self.client.exchanges.overlap()
-        elif not shares_memory and self._sync.anytime is None:  # else values pass through while another answer comes
+        elif not shares_memory and mode.work is not PushedWork.DEADLINE:  # else values pass through while an answer comes
             self.client.exchanges.lend(self.copier.next_buffer().parts)
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
@@ -166,12 +169,12 @@ class ServerReducer(Reducer):
         )
         if staging is not None and staging.pins is not None and self.client.pool.registry is None:
             self.client.pool.make = pinned_bytes  # answers are received into memory that the GPU reads
-        self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(delay))
+        self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(self._ahead))
         self._values = ServerValues(session, name, self.layout)
         self._mean_of = mean
         self._agreement: ServerReducer | None = None  # averages for `agree`, once that was called
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
-        one_place = self._sync.capabilities.common or (session.size == 1 and not delay and self._sync.local is None)
+        one_place = mode.common or (session.size == 1 and not self._ahead and not mode.fetches)
         self._carries = one_place and not spec.pull_filter
         self._initial_state = state
         self._register()
@@ -179,7 +182,7 @@ class ServerReducer(Reducer):
             self._share(device, params)
         self.hooks = None
         fills = momentum is None or (self.client.pool.registry is None and not self.copier.on_gpu)
-        if hooked and not delay and self._exchange is None and fills:
+        if hooked and not self._ahead and self._exchange is None and fills:
             self.hooks = GradientHooks(params, self._hook_buffer())
         self._completion: CompletionHooks | None = None
         self._partial = self._partial_pushes()
@@ -193,7 +196,7 @@ class ServerReducer(Reducer):
     ) -> Copier:
         memory = self.client.pool if device is None else device
         other = None if beside is None else beside.copier
-        return Copier(params, self.layout, memory, self._sync.ahead + 1, self._compares, other)
+        return Copier(params, self.layout, memory, self._ahead + 1, self._compares, other)
 
     def _share(self, device: Device, params: Sequence[torch.Tensor]) -> None:
         """Exchange through device memory, if the servers can; else through the host."""
@@ -223,7 +226,7 @@ class ServerReducer(Reducer):
         self._use_copier()
         with self.session.lock:
             self.client.register(self.name, self.spec, self._seed, answered)
-        self.step = answered.released - self._sync.ahead
+        self.step = answered.released - self._ahead
         if self.step and self.spec.push_filter:  # the job may continue from a checkpoint
             self.filters.load(
                 {segment.dtype: segment.state["residual"] for segment in self._values.read_segments("filters")}
@@ -335,12 +338,11 @@ class ServerReducer(Reducer):
         if self._exchange is None:
             self._hear()
             return
-        averages = self.spec.apply == "mean"
         self.client_state.deferred = True
-        if averages or self._sync.averaging is not None or self._sync.capabilities.by_speed:  # the answer says what follows
+        if self._next_is_told:
             self.take_answer()
         self._exchange.wait()
-        if averages:
+        if self.spec.apply == "mean":
             self.copier.land_gradients(self.client_state.answer.absent)
         else:
             self.taker.land()
@@ -363,7 +365,7 @@ class ServerReducer(Reducer):
         if self.client_state.checkpoint and self.spec.push_filter:
             with self.session.lock:
                 self._keep_filters()
-        self.step = self.step + 1 if self._sync.ahead else self.client_state.released
+        self.step = self.step + 1 if self._ahead else self.client_state.released
 
     @property
     def device_bytes(self) -> int:
@@ -427,20 +429,20 @@ class ServerReducer(Reducer):
             why, alone = self._why_not_sent(), "a change by one worker is not the job's"
             how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
             raise UsageError(
-                f"{watch.touched} was changed in place since the last step(), and in {self._sync.text} {why or alone}; {how}"
+                f"{watch.touched} was changed in place since the last step(), and in {self.spec.sync} {why or alone}; {how}"
                 "call optimizer.consolidate() to take the job's values again"
             )
         watch.touched = ""
 
     def _are_the_jobs(self) -> bool:
         """Are the values the servers' after all? While pushes are unanswered, their answers may have hidden a change."""
-        if self._sync.ahead or self._sync.local is not None:
+        if self._ahead or self._fetches:
             return False
         with self.session.lock:
             return self.copier.holds(self._read_parts())
 
     def _why_not_sent(self) -> str:
-        if self._sync.local is not None:
+        if self._fetches:
             return "values are this worker's own between fetches"
         return "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
 
@@ -457,9 +459,7 @@ class ServerReducer(Reducer):
         self.copier.watch.touched = ""
         self.copier.watch.record()
         self.take_answer()
-        if (
-            not self._sync.capabilities.common
-        ):  # the job's may be newer: of answers that came meanwhile, or were given before
+        if not self._common:  # the job's may be newer: of answers that came meanwhile, or were given before
             self.read_values()
 
     # What the servers hold.
