@@ -45,9 +45,7 @@ from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.gradient_mean import GradientMean
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer, SequencerClient
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.barrier import Barrier

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 from polytempo.collectives.tasks import Task
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.mixing import MixingSum
-from polytempo.reducer.model_message import MessageAllocator, ModelMessage
+from polytempo.reducer.model_mean import MixingSum, ModelMessage
 from polytempo.reducer.neighbour_links import Sending
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
+from polytempo.reducer.shared_memory_reducer import SlotAllocator
+from polytempo.server.optimizer_state import as_bytes
 from polytempo.sync.directives import Mixing
 from polytempo.transport.buffer_pool import Pool
 
@@ -32,7 +33,7 @@ class GossipExchange:
         self._out = reducer.new_message()
         self._in: dict[int, ModelMessage] = {}  # memory for what comes from each neighbour
         self._coming: dict[int, Task] = {}  # receives of this step, posted before the values come
-        memory = Pool() if reducer.cast else MessageAllocator(self._out.flats)
+        memory = Pool() if reducer.cast else SlotAllocator(as_bytes(self._out.data))  # x lies in the message itself
         self._own = FlatBuffer(reducer.layout, memory, pinned=False)  # x, as it was when it was sent
         self._weight = 1.0  # w, likewise
         self._told = ModelMessage(reducer.layout)  # x and w after the last finished step, for others that ask

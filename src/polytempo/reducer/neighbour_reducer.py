@@ -18,17 +18,13 @@ import torch
 from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, UsageError
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import Answer
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.model_mean import FIRST_VALUES, FillMessage, ModelMean
-from polytempo.reducer.model_message import ModelMessage
+from polytempo.reducer.model_mean import FIRST_VALUES, FillMessage, ModelMean, ModelMessage
 from polytempo.reducer.neighbour_links import NeighbourLinks
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.reducer import GroupValues, Reducer, SequencerClient
 from polytempo.session.session import Session
-from polytempo.sync.directives import NextMixing
 from polytempo.transport.buffer_pool import Pool
 
 
@@ -52,16 +48,6 @@ class NeighbourReducer(Reducer):
         self.copier = Copier(params, self.layout, Pool())
         self.weight = 1.0  #: the push-sum weight of this worker's values
         self._start_from(self.answer.shares[0].worker)
-
-    @property
-    def answer(self) -> Answer:
-        """What came with the last release."""
-        return self.client_state.answer
-
-    @property
-    def row(self) -> NextMixing:
-        """With which workers the step that starts is to be mixed."""
-        return self.directive if isinstance(self.directive, NextMixing) else NextMixing()
 
     def new_message(self) -> ModelMessage:
         """Memory for a message between neighbours."""

@@ -20,8 +20,7 @@ import torch
 
 from polytempo.collectives.tasks import Task
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.model_mean import AVERAGE
-from polytempo.reducer.model_message import ModelMessage
+from polytempo.reducer.model_mean import AVERAGE, ModelMessage
 from polytempo.reducer.neighbour_links import Sending
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.server.pull_compression import Flats

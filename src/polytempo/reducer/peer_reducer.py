@@ -15,16 +15,14 @@ from polytempo.client.background_wait import BackgroundWait
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import Answer
 from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import ClosedRound, OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.group_sums import GroupSums, RoundGroups
 from polytempo.reducer.peer_messages import PeerMessages
-from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.reducer import GroupValues, Reducer, SequencerClient
 from polytempo.reducer.round_sums import EndedRound, RoundSums
-from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.reducer.shared_memory_reducer import buffer_number
 from polytempo.reducer.shared_sums import SharedSums
 from polytempo.session.session import Session
@@ -66,11 +64,6 @@ class PeerReducer(Reducer):
         """Handle what has come from the servers; another optimizer's communication thread may do the same."""
         with self.session.lock:
             self._clock.client.poll()
-
-    @property
-    def answer(self) -> Answer:
-        """What came with the last release."""
-        return self.client_state.answer
 
     @property
     def last_round(self) -> EndedRound:

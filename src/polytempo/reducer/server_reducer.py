@@ -343,7 +343,7 @@ class ServerReducer(Reducer):
             self.take_answer()
         self._exchange.wait()
         if self.spec.apply == "mean":
-            self.copier.land_gradients(self.client_state.answer.absent)
+            self.copier.land_gradients(self.answer.absent)
         else:
             self.taker.land()
 
@@ -394,7 +394,7 @@ class ServerReducer(Reducer):
         return mean.client_state.skipped
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        answer = self.client_state.answer
+        answer = self.answer
         self.taker.install(self._shadow.hear(parts, answer.filtered, answer.exchange))
 
     def _keep_filters(self) -> None:

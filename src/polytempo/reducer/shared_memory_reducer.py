@@ -29,9 +29,7 @@ from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.gradient_mean import GradientMean
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer, SequencerClient
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes
 
@@ -86,9 +84,9 @@ class SharedMemoryReducer(Reducer):
         self.step = self._clock.step
         self._device = self._device_of(params) if hooked else None
         self._on_device: DeviceMeanBuffer | None = None  # where gradients and their mean stay on devices
-        self._members = self.client_state.answer.members
+        self._members = self.answer.members
         self._open(params)
-        self._start_from(self.client_state.answer.shares[0].worker)
+        self._start_from(self.answer.shares[0].worker)
         own_memory = hooked and self._on_device is None
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script

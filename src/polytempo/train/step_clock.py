@@ -14,7 +14,7 @@ from polytempo.client.client_state import ClientState
 from polytempo.protocol.optimizer_names import name_in_group
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
-from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.reducer import SequencerClient
 from polytempo.session.session import Session
 
 
