@@ -4,7 +4,7 @@ One flat tensor a dtype holds all gradients in the layout's order, so that each 
 host that memory is shared, and the servers read it in place. A parameter's `.grad` becomes a view of the buffer once it was
 copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the buffer. New values go
 from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, they
-pass through the flat tensor, which is free by then. Parameters on a GPU are staged (`host_staging.py`).
+pass through the flat tensor, which is free by then. Parameters on a GPU are staged (`device_moves.py`).
 
 Given a `Device` for memory, flat tensors lie on it, in memory that other processes map (`FlatBuffer.ranges`). Then gradients
 and new values each have a flat buffer: new values are in `Copier.landing` when `land` copies them, and no bytes pass through
@@ -25,8 +25,15 @@ from polytempo.device.pinned_memory import HostPins
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.device_moves import DeviceMoves, copy_together, is_permuted, largest, shaped_like
-from polytempo.reducer.host_staging import HostStaging, staging_for
+from polytempo.reducer.device_moves import (
+    Copies,
+    copy_together,
+    gather_views,
+    is_permuted,
+    largest,
+    shaped_like,
+    staging_for,
+)
 from polytempo.reducer.parameter_watch import ParameterWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name, is_same
 from polytempo.transport.buffer_pool import Pool
@@ -229,7 +236,7 @@ class Copier:
             self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
         self._turn = 0
         self._order = [place.index for place in layout.places]
-        self._moves = DeviceMoves(self.params, self._order, self.watch)
+        self._landings = Copies(())  # what `land` makes
         self._spare: FlatBuffer | None = None  # pinned, for values of a GPU that are looked at here, once there were some
         if self.staging is not None and self.staging.pins is not None and not pinned:
             for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
@@ -246,7 +253,7 @@ class Copier:
             return
         for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
             buffer.take_forms(self.params)
-        self._moves.land_from(self.landing.views)
+        self._landings = Copies((self.params[index].detach(), self.landing.views[index]) for index in self._order)
 
     @property
     def on_gpu(self) -> bool:
@@ -295,29 +302,24 @@ class Copier:
     def gather(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
         """Copy `of(param)` of every parameter into a flat buffer; where it is None, zeros. Returns those parameters."""
         if buffer.on_device:
-            return self._moves.gather(buffer.views, of)
-        if self.staging is not None:
-            return self._gather_staged(self.staging, buffer, of)
-        return self._gather_here(self._order, buffer, of)
-
-    def _gather_staged(
-        self, staging: HostStaging, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> tuple[int, ...]:
-        absent, finite = staging.gather(of, buffer.tensors)
-        buffer.filled(staging.staged, finite)
-        return (*absent, *self._gather_here(staging.others, buffer, of))
+            return gather_views(buffer.views, self.params, self._order, of)
+        if self.staging is None:
+            return self._gather_here(self._order, buffer, of)
+        absent = self.staging.collect(of)
+        buffer.filled(self.staging.staged, self.staging.fetch(buffer.tensors))
+        return (*absent, *self._gather_here(self.staging.others, buffer, of))
 
     def collect(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
         """As `gather`, of parameters on a GPU, for what goes on there: values are in the twin of the buffer. They are in the
         buffer, too, where one of them is not finite: for the report of it."""
         assert self.staging is not None
         absent = self.staging.collect(of)
-        finite = self.staging.is_finite()
+        finite = self.staging.fetch()
         if not finite:
             self.staging.fetch(buffer.tensors)
         buffer.filled(self.staging.staged, finite)
         buffer.in_twin = True
-        return tuple(absent)
+        return absent
 
     def _gather_here(
         self, order: Sequence[int], buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]
@@ -353,7 +355,12 @@ class Copier:
         self.watch.see_writes()
         if self.staging is not None:
             self.staging.scatter(parts)
-            self._scatter_others(self.staging.others, parts)
+            if self.staging.others:
+                self.landing.changed_all()
+                self._receive(parts)
+                with torch.no_grad():
+                    for index in self.staging.others:
+                        self.params[index].detach().copy_(self.landing.views[index])
             self.watch.record()
             return
         buffer = self.landing
@@ -380,18 +387,12 @@ class Copier:
         torch._foreach_neg_(views)
         torch._foreach_add_(views, [values[index] for index in range(len(views))])
 
-    def _scatter_others(self, others: Sequence[int], parts: dict[int, list[Bytes]]) -> None:
-        """Values of parameters that are not on the GPU of the others."""
-        if others:
-            self.landing.changed_all()
-            self._receive(parts)
-            with torch.no_grad():
-                for index in others:
-                    self.params[index].detach().copy_(self.landing.views[index])
-
     def land(self) -> None:
         """New values that are in `landing`, on a device, into the parameters: on the current stream."""
-        self._moves.land()
+        self.watch.see_writes()
+        with torch.no_grad():
+            self._landings.make()
+        self.watch.record()
 
     def _receive(self, parts: dict[int, list[Bytes]]) -> None:
         """Bytes that have come through the host into `landing`."""

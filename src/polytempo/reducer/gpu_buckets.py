@@ -19,9 +19,8 @@ import torch
 
 from polytempo.device.copy_stream import CopyMark
 from polytempo.protocol.layout import Stretch
-from polytempo.reducer.device_moves import copy_together, largest, shaped_like
+from polytempo.reducer.device_moves import HostStaging, copy_together, largest, runs_of
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.host_staging import HostStaging, runs_of
 
 WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -51,12 +50,14 @@ class GpuBuckets:
         before = self._staged.pop(bucket, None)
         grads = [self._params[index].grad for index in members]
         dense = [grad for grad in grads if grad is not None and grad.layout == torch.strided]
-        if len(dense) < len(grads) or _is_captured(self._staging.place):
+        captured = self._staging.place.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if len(dense) < len(grads) or captured:
             return
         if before is not None:
             before[2].hold()  # it may still be copied
         with torch.no_grad():
-            copy_together((self._view(index), grad) for index, grad in zip(members, dense, strict=True))
+            views = [self._staging.view(index, self._flats) for index in members]
+            copy_together(zip(views, dense, strict=True))
         copies = self._staging.copies
         copies.follow()
         for run in self._runs(members):
@@ -88,7 +89,7 @@ class GpuBuckets:
             )
         staging.copies.mark().wait()
         self._buffer.filled(staging.staged, finite)
-        return tuple(absent)
+        return absent
 
     def start_over(self) -> None:
         """The next step."""
@@ -108,16 +109,7 @@ class GpuBuckets:
     def _runs(self, members: Sequence[int]) -> list[Stretch]:
         return runs_of(self._staging.places, members)
 
-    def _view(self, index: int) -> torch.Tensor:
-        where = self._staging.place_of(index)
-        flat = self._flats[where.info.dtype][where.start : where.stop].view(tuple(where.info.shape))
-        return shaped_like(flat, self._params[index])
-
     def _stamps(self, members: Sequence[int]) -> list[object]:
         """Differ once torch has changed a gradient, or it is another tensor."""
         grads = [self._params[index].grad for index in members]
         return [None if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
-
-
-def _is_captured(place: torch.device) -> bool:
-    return place.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())

@@ -1,7 +1,7 @@
 """Push compression: what is sent of a push, through a chain with its residual for each segment of each shard.
 
 Chains lie where gradients are when they are pushed: for parameters on a GPU there, in the twin of the flat buffer
-(`host_staging.py`). Then only the encoded bytes are copied to the host, together.
+(`device_moves.py`). Then only the encoded bytes are copied to the host, together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from polytempo.compression.chain import CPU, ChainSpec, CompressionChain
 from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.protocol.layout import Layout, Stretch
+from polytempo.reducer.device_moves import HostStaging
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.host_staging import HostStaging
 from polytempo.server.optimizer_state import as_tensor
 from polytempo.transport.channel import Bytes
 
