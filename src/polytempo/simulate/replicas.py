@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polytempo.optim.gradient_divergence import GradientDivergence
-from polytempo.optim.weighted_sum import with_change
+from polytempo.optim.several_workers import GradientDivergence, with_change
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, known_name
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm, check_kept, form_of

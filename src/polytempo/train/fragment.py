@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polytempo.optim.fragments import cut
-from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
+from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep, cut
 from polytempo.protocol.optimizer_names import part_of
 from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo
