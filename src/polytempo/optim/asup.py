@@ -40,8 +40,7 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
     """RMSProp with momentum as ASU-P has it, for any mode; the mode `asup` runs the same rule on the servers.
 
     State of a parameter: "square" and "velocity". It differs from `torch.optim.RMSprop`: `eps` is inside the root, and
-    the learning
-    rate inside the velocity.
+    the learning rate inside the velocity.
 
     Args:
         params: Parameters, or groups of them.
@@ -78,8 +77,12 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
         """
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            _check_type(param.dtype, self.param_groups[-1]["eps"])
+        eps = self.param_groups[-1]["eps"]
+        for dtype in [param.dtype for param in self.param_groups[-1]["params"]]:
+            if not dtype.is_floating_point:
+                raise UsageError(f"AsuP works on parameters of floating point, not {dtype}")
+            if float(torch.tensor(eps, dtype=dtype)) == 0:
+                raise UsageError(f"AsuP: eps {eps:g} is nothing in {dtype}; use eps={torch.finfo(dtype).tiny:.1g} or more")
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,19 +100,17 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise UsageError("AsuP works on dense gradients, and got a sparse one; use nn.Embedding(sparse=False)")
+                state = self.state[param]
+                if not state:
+                    state["square"] = torch.full_like(param, group["initial"])
+                    state["velocity"] = torch.zeros_like(param)
+                for piece in _pieces(param, param.grad, state["square"], state["velocity"]):
+                    _rule(*piece, group)
         return loss
-
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        if param.grad.is_sparse:
-            raise UsageError("AsuP works on dense gradients, and got a sparse one; use nn.Embedding(sparse=False)")
-        state = self.state[param]
-        if not state:
-            state["square"] = torch.full_like(param, group["initial"])
-            state["velocity"] = torch.zeros_like(param)
-        for piece in _pieces(param, param.grad, state["square"], state["velocity"]):
-            _rule(*piece, group)
 
 
 def _pieces(value: torch.Tensor, gradient: torch.Tensor, square: torch.Tensor, velocity: torch.Tensor) -> Iterable[Four]:
@@ -145,10 +146,3 @@ def _check(options: dict[str, Any]) -> None:
                 f" and less than {below:g}" if below == 1 else ""
             )
             raise UsageError(f"AsuP: {name} must be a number, {bounds}, not {value!r}")
-
-
-def _check_type(dtype: torch.dtype, eps: float) -> None:
-    if not dtype.is_floating_point:
-        raise UsageError(f"AsuP works on parameters of floating point, not {dtype}")
-    if float(torch.tensor(eps, dtype=dtype)) == 0:
-        raise UsageError(f"AsuP: eps {eps:g} is nothing in {dtype}; use eps={torch.finfo(dtype).tiny:.1g} or more")
