@@ -149,7 +149,15 @@ class BucketRounds:
         self._is_narrow = "float16" in layout.sizes  # sums must not be larger than means
         order = [place.index for place in sorted(layout.places, key=lambda place: -place.index)]
         buckets: list[Bucket] = [bucket for bucket in plan_buckets(layout, order, BUCKET) if bucket.pieces[0]]
-        self._parts = [_slices(layout, bucket, gradients, mean) for bucket in buckets]
+        self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each bucket, in the gradients and in the mean
+        for bucket in buckets:
+            parts = []
+            for piece in bucket.pieces[0]:
+                segment = layout.shards[0][piece.buffer]
+                item = ITEM_SIZES[segment.dtype]
+                part = slice(segment.start + piece.start // item, segment.start + piece.stop // item)
+                parts.append((gradients.tensors[segment.dtype][part], mean.tensors[segment.dtype][part]))
+            self._parts.append(parts)
         params = [bucket.params for bucket in buckets]
         self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
@@ -212,24 +220,20 @@ class BucketRounds:
                 found = self._step(ballot, changed, hyper)
                 break
             except RankLost as error:
-                if self._was_decided(error):
-                    found = self._outcome()
-                    break
+                if self.voters.form_again(error):  # the step is decided, if the vote that another rank has seen says so
+                    found = outcome(self.ballots())
+                    if not self._to_repeat(found) and not found.touched:
+                        break
+                    self._expect(found)
                 self._start_over()
                 changed, ballot = frozenset(), replace(ballot, touched=ballot.touched or self._alike())
         self._start_over()
         if found.total and not found.skipped:
-            self._correct(found.total)
-            self._is_first = False
+            if found.total != self._total:  # sums were made for a total as in the step before; mostly it is the same
+                for _, target in (part for parts in self._parts for part in parts):
+                    target.mul_(self._total / found.total)
+            self._total, self._is_first = found.total, False
         return found
-
-    def _correct(self, total: float) -> None:
-        """Sums were made for a total as in the step before; mostly it is the same."""
-        if total != self._total:
-            for parts in self._parts:
-                for _, target in parts:
-                    target.mul_(self._total / total)
-        self._total = total
 
     def _step(self, ballot: Ballot, changed: frozenset[int], hyper: str) -> BallotOutcome:
         weight = 0.0 if ballot.skips or ballot.ran_out else ballot.weight
@@ -267,39 +271,11 @@ class BucketRounds:
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> BallotOutcome:
         self.voters.vote(replace(ballot, changed=changed).pack(len(self._parts), self._count))
-        return self._outcome()
+        return outcome(self.ballots())
 
     def ballots(self) -> list[Ballot]:
         """Those of the last vote."""
         return [unpack(data, len(self._parts), self._count) for data in self.voters.ballots]
-
-    def _outcome(self) -> BallotOutcome:
-        return outcome(self.ballots())
-
-    # When a rank has died.
-
-    def _was_decided(self, error: RankLost) -> bool:
-        """Form the group again; is the step decided, by a vote that another rank has seen to its end?"""
-        if not self.voters.form_again(error):
-            return False
-        found = self._outcome()
-        if self._to_repeat(found) or found.touched:
-            self._expect(found)
-            return False
-        return True
-
-
-def _slices(
-    layout: Layout, bucket: Bucket, gradients: FlatBuffer, mean: FlatBuffer
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Where a bucket lies in the gradients and in the mean."""
-    found = []
-    for piece in bucket.pieces[0]:
-        dtype = layout.shards[0][piece.buffer].dtype
-        item, start = ITEM_SIZES[dtype], layout.shards[0][piece.buffer].start
-        part = slice(start + piece.start // item, start + piece.stop // item)
-        found.append((gradients.tensors[dtype][part], mean.tensors[dtype][part]))
-    return found
 
 
 def device_for(session: Session, params: Sequence[torch.Tensor]) -> Device | None:
@@ -412,7 +388,10 @@ class CollectiveReducer(Reducer):
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
         """Check that all ranks optimize the same, and start from the values of the first."""
-        group, text = self.voters.group, _described(self.spec)
+        group, spec = self.voters.group, self.spec
+        head = [f"sync {spec.sync}", f"optimizer {spec.optimizer}", f"clip_norm {spec.clip_norm}"]
+        tensors = [f"parameter {t.name} of {t.dtype}{list(t.shape)} in group {t.group}" for t in spec.tensors]
+        text = "\n".join([*head, f"{len(tensors)} parameters", *tensors])
         if len(set(gather_bytes(group, digest_of(text).to_bytes(8, "little")))) > 1:
             raise_difference(group, text)
         with torch.no_grad():
@@ -498,7 +477,7 @@ class CollectiveReducer(Reducer):
         return self.mean.skipped
 
     def join(self) -> bool:
-        if self._clock is not None and self.session.client is not None:  # the sequencer waits for this rank, too
+        if self._clock is not None:  # the sequencer waits for this rank, too
             self._clock.wait_for(self.step)
             self._clock.push(StepReport(), no_steps(), self.traffic())
             self._clock.step += 1
@@ -509,30 +488,25 @@ class CollectiveReducer(Reducer):
         found = self._finish(ballot, hyper)
         self.copier.watch.touched = ""
         if found.alike is not None and self._clock is None and not self._warned:  # else the sequencer warns
-            self._warn_alike(*(self.voters.voted[index] for index in found.alike))
+            self._warned = True
+            one, other = (self.voters.voted[index] for index in found.alike)
+            if self.session.rank == min(one, other):
+                sys.stderr.write(f"polytempo: {advice(one, other, self.step)}\n")
+                sys.stderr.flush()
 
     def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         found = self._rounds.finish(ballot, hyper)
         if found.ended and self._clock is None and not self._measured:  # else the sequencer warns
-            self._warn_ended({self.voters.voted[index] for index in found.ended})
+            ended = {self.voters.voted[index] for index in found.ended}
+            behind, left = sorted(ended - self._ended), sorted(set(self.voters.voted) - ended)
+            self._ended |= ended
+            if behind and self.session.rank == left[0]:  # of those that go on one says it, once for each
+                sys.stderr.write(f"polytempo: {ended_early(behind, self._steps, len(left))}\n")
+                sys.stderr.flush()
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
         if self._rule is not None and not found.over:
             self._rule.close(self.voters.voted, self._rounds.ballots())
         return found
-
-    def _warn_ended(self, ended: set[int]) -> None:
-        """Say once for each rank that it has run out of data; the lowest of those that go on does."""
-        behind, left = sorted(ended - self._ended), sorted(set(self.voters.voted) - ended)
-        self._ended |= ended
-        if behind and self.session.rank == left[0]:
-            sys.stderr.write(f"polytempo: {ended_early(behind, self._steps, len(left))}\n")
-            sys.stderr.flush()
-
-    def _warn_alike(self, one: int, other: int) -> None:
-        self._warned = True
-        if self.session.rank == min(one, other):
-            sys.stderr.write(f"polytempo: {advice(one, other, self.step)}\n")
-            sys.stderr.flush()
 
     def groups(self) -> list[RankGroup]:
         return [self.voters.group]
@@ -547,10 +521,3 @@ class CollectiveReducer(Reducer):
 
 def _lines(hyper: tuple[dict[str, Any], ...]) -> str:
     return "\n".join(f"{key}={value!r} in group {i}" for i, group in enumerate(hyper) for key, value in group.items())
-
-
-def _described(spec: OptimizerSpec) -> str:
-    """What must be the same on all ranks, a line each."""
-    head = [f"sync {spec.sync}", f"optimizer {spec.optimizer}", f"clip_norm {spec.clip_norm}"]
-    tensors = [f"parameter {t.name} of {t.dtype}{list(t.shape)} in group {t.group}" for t in spec.tensors]
-    return "\n".join([*head, f"{len(tensors)} parameters", *tensors])
