@@ -253,7 +253,6 @@ class ChangeMomentum:
         return found
 
     def _share(self, param: torch.Tensor) -> float:
-        """What the push counts for."""
         step = self._optimizer.state.get(param, {}).get("step") if self._joins else None
         return 1.0 if step is None else momentum.share_of_joiner(type(self._optimizer).__name__, float(step))
 

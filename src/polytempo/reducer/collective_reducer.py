@@ -32,7 +32,6 @@ import torch
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
-from polytempo.device.device import Device
 from polytempo.errors import RankLost, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.duplicate_batches import advice
@@ -43,6 +42,7 @@ from polytempo.protocol.training_troubles import ended_early
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
+from polytempo.reducer.device_moves import device_of_all
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer, SequencerClient
@@ -224,7 +224,6 @@ class BucketRounds:
                     found = outcome(self.ballots())
                     if not self._to_repeat(found) and not found.touched:
                         break
-                    self._expect(found)
                 self._start_over()
                 changed, ballot = frozenset(), replace(ballot, touched=ballot.touched or self._alike())
         self._start_over()
@@ -246,7 +245,6 @@ class BucketRounds:
             raise_difference(self.voters.group, hyper)
         repeated = self._to_repeat(found)
         if repeated or found.touched:
-            self._expect(found)
             for number in repeated:
                 self._fill(number, weight)
                 self.voters.world.wait(self._reduce(number, False))
@@ -256,18 +254,12 @@ class BucketRounds:
         return found
 
     def _to_repeat(self, found: BallotOutcome) -> Sequence[int]:
-        """Buckets to reduce again: changed on a rank, or scaled for another total where that matters."""
-        wrong = self._needs_total and found.total and not found.skipped and found.total != self._total
-        return range(len(self._parts)) if wrong else found.again
-
-    def _expect(self, found: BallotOutcome) -> None:
-        if self._needs_total and found.total and not found.skipped:
-            self._total = found.total
-
-    @property
-    def _needs_total(self) -> bool:
-        """float16 may overflow when it is scaled for another total, and the first round has none."""
-        return self._is_narrow or self._is_first
+        """Buckets to reduce again: changed on a rank, or all, where they were scaled for another total and that matters:
+        float16 may overflow when it is scaled anew, and the first round had no total."""
+        if found.skipped or found.total in (0, self._total) or not (self._is_narrow or self._is_first):
+            return found.again
+        self._total = found.total
+        return range(len(self._parts))
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> BallotOutcome:
         self.voters.vote(replace(ballot, changed=changed).pack(len(self._parts), self._count))
@@ -276,14 +268,6 @@ class BucketRounds:
     def ballots(self) -> list[Ballot]:
         """Those of the last vote."""
         return [unpack(data, len(self._parts), self._count) for data in self.voters.ballots]
-
-
-def device_for(session: Session, params: Sequence[torch.Tensor]) -> Device | None:
-    """The device on which flat buffers lie: that of the parameters, where all ranks are on one host."""
-    places = {param.device for param in params}
-    if len(places) > 1 or len(session.world().hosts) > 1:
-        return None
-    return session.devices.of(places.pop())
 
 
 def gather_bytes(group: RankGroup, data: bytes, wait: Callable[[Task], object] = Task.wait) -> list[bytes]:
@@ -362,7 +346,7 @@ class CollectiveReducer(Reducer):
         self._warned = False  # of equal gradients
         self._ended: set[int] = set()  # ranks that have run out of data, as was said
         self._steps = self._count = 0  # of all rounds so far, and of the one under way
-        device = device_for(session, params)
+        device = device_of_all(session.devices, params) if len(session.world().hosts) == 1 else None
         self.copier = Copier(params, self.layout, device or Pool())
         result = FlatBuffer(self.layout, Pool(), pinned=False) if device is None else self.copier.landing
         self.mean = GradientMean(self.copier, result)

@@ -24,11 +24,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from polytempo.device.copy_stream import CopyMark, CopyStream, copy_stream
+from polytempo.device.device import Device
+from polytempo.device.devices import Devices
 from polytempo.device.driver import CudaDriver
 from polytempo.device.pinned_memory import HostPins
 from polytempo.protocol.layout import Layout, Stretch, TensorPlace
 from polytempo.server.optimizer_state import as_tensor
 from polytempo.transport.channel import Bytes
+
+
+def device_of_all(devices: Devices, params: Sequence[torch.Tensor]) -> Device | None:
+    """The device that all these parameters are on; None where there is no such one."""
+    places = {param.device for param in params}
+    return devices.of(places.pop()) if len(places) == 1 else None
 
 
 def shaped_like(view: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -119,11 +119,6 @@ class FlatBuffer:
         """Give views the strides of these parameters where that does not change the order of elements: copies are straight
         then."""
         self.views = {index: shaped_like(self._view(index), params[index]) for index in self.views}
-
-    @property
-    def place(self) -> torch.device:
-        """Where it lies."""
-        return next((flat.device for flat in self.tensors.values()), torch.device("cpu"))
 
     @property
     def device_bytes(self) -> int:
@@ -234,12 +229,13 @@ class Copier:
             # Pushes under way must not change, and on a device servers write new values while gradients are read.
             shared = slots == 1 and not self.on_device
             self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
+        self._every = list(dict.fromkeys((*self._buffers, self.landing)))
         self._turn = 0
         self._order = [place.index for place in layout.places]
         self._landings = Copies(())  # what `land` makes
         self._spare: FlatBuffer | None = None  # pinned, for values of a GPU that are looked at here, once there were some
         if self.staging is not None and self.staging.pins is not None and not pinned:
-            for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
+            for buffer in self._every:
                 buffer.pin(self.staging.pins)
         self.find_places()
 
@@ -248,12 +244,30 @@ class Copier:
         if self.staging is not None:
             self.staging.find_places()
             return
-        if not self.on_device:
-            self._direct, self._indirect = self._targets()
+        if self.on_device:
+            for one in self._every:
+                one.take_forms(self.params)
+            self._landings = Copies((self.params[index].detach(), self.landing.views[index]) for index in self._order)
             return
-        for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
-            buffer.take_forms(self.params)
-        self._landings = Copies((self.params[index].detach(), self.landing.views[index]) for index in self._order)
+        buffer = self.landing
+        # The parameters that pass through the flat tensor; and for each shard and dtype, where its values go.
+        self._indirect = [i for i in self._order if not self.params[i].is_contiguous()]
+        self._direct: list[list[list[torch.Tensor]]] = []
+        for index in self._order:
+            if not buffer.is_in_place(index):  # as `.grad` it went along with its parameter
+                buffer.renew(index)
+        for segments in self.layout.shards:
+            of_shard: list[list[torch.Tensor]] = []
+            for segment in segments:
+                targets = []
+                for place in self.layout.places:
+                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
+                    if place.info.dtype == segment.dtype and start < stop:
+                        passes = place.index in self._indirect
+                        source = buffer.views[place.index] if passes else self.params[place.index].detach()
+                        targets.append(source.view(-1)[start - place.start : stop - place.start])
+                of_shard.append(targets)
+            self._direct.append(of_shard)
 
     @property
     def on_gpu(self) -> bool:
@@ -264,28 +278,7 @@ class Copier:
     def device_bytes(self) -> int:
         """Bytes of device memory in its flat buffers."""
         staged = self.staging.device_bytes if self.staging is not None else 0
-        return staged + sum({id(one): one.device_bytes for one in (*self._buffers, self.landing)}.values())
-
-    def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
-        """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
-        buffer = self.landing
-        indirect = [i for i in self._order if not self.params[i].is_contiguous()]
-        for index in self._order:
-            if not buffer.is_in_place(index):  # as `.grad` it went along with its parameter
-                buffer.renew(index)
-        direct: list[list[list[torch.Tensor]]] = []
-        for segments in self.layout.shards:
-            of_shard: list[list[torch.Tensor]] = []
-            for segment in segments:
-                targets = []
-                for place in self.layout.places:
-                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
-                    if place.info.dtype == segment.dtype and start < stop:
-                        source = buffer.views[place.index] if place.index in indirect else self.params[place.index].detach()
-                        targets.append(source.view(-1)[start - place.start : stop - place.start])
-                of_shard.append(targets)
-            direct.append(of_shard)
-        return direct, indirect
+        return staged + sum(one.device_bytes for one in self._every)
 
     def look(self, compare: bool = True) -> bool:
         """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
@@ -450,21 +443,18 @@ class Copier:
 
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""
+        self.landing.changed_all()
         if self.staging is None or self.staging.others:
             self._receive(parts)
         if self.staging is None:
-            self.land_gradients(absent)
+            self.assign_gradients(self.landing.views, absent)
             return
         mark = self.staging.spread(parts)
-        self._land_gradients(absent, self.landing.views | self.staging.views)
+        self.assign_gradients(self.landing.views | self.staging.views, absent)
         mark.wait()
 
-    def land_gradients(self, absent: Sequence[int]) -> None:
-        """The same with gradients that are in `landing`."""
-        self._land_gradients(absent, self.landing.views)
-
-    def _land_gradients(self, absent: Sequence[int], views: dict[int, torch.Tensor]) -> None:
-        self.landing.changed_all()
+    def assign_gradients(self, views: Mapping[int, torch.Tensor], absent: Sequence[int]) -> None:
+        """Copy what is in these views into `.grad` of every parameter, and set it to None where it is absent."""
         pairs = []
         for index in self._order:
             param = self.params[index]

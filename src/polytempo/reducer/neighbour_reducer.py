@@ -84,7 +84,6 @@ class NeighbourReducer(Reducer):
         return ModelMessage(self.layout, self.cast)
 
     def _start_from(self, root: int) -> None:
-        """All workers take the values of one."""
         rank, first, buffer = self.session.rank, ModelMessage(self.layout), self.copier.next_buffer()
         if rank == root:
             self.copier.gather(buffer, lambda param: param.detach())

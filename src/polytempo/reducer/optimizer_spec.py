@@ -60,7 +60,6 @@ class HyperParameters:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A hyper-parameter as plain data."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, PLAIN):
@@ -107,12 +106,6 @@ class SpecBuilder:
         }
         check_features(self._spec, wanted, optimizer=type(self._inner).__name__, compression=self._compression.push.text)
 
-    def _start(self) -> str:
-        """A digest of the wrapped optimizer's initial state: replicas that start from different states drift apart."""
-        if self._started is None:
-            self._started = f" with state {_digest(self._inner.state_dict()['state'])}" if self._inner.state else ""
-        return self._started
-
     def describe(
         self, params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int], chosen: Iterable[int]
     ) -> tuple[TensorInfo, ...]:
@@ -126,8 +119,10 @@ class SpecBuilder:
         """The spec; `special`: "peers" or "mean", where servers do not hold the values."""
         on_server = self._apply == "server" and not special
         name = ""
-        if special == "peers":  # each worker keeps its own, and all must begin alike
-            name = type(self._inner).__name__ + self._start()
+        if special == "peers":  # each worker keeps its own, and all must begin alike: from different states they drift apart
+            if self._started is None:
+                self._started = f" with state {_digest(self._inner.state_dict()['state'])}" if self._inner.state else ""
+            name = type(self._inner).__name__ + self._started
         elif on_server and tensors:
             name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.capabilities.rounds)
         filtered = (on_server or self._spec.capabilities.neighbours) and not self._compression.is_lossless

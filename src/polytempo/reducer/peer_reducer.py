@@ -77,7 +77,6 @@ class PeerReducer(Reducer):
         return FlatBuffer(self.layout, Pool(), pinned=False)
 
     def _start_from(self, root: int) -> None:
-        """All workers take the values of one."""
         buffer, group = self.copier.next_buffer(), self.messages.group
         if self.session.rank == root:
             self.copier.gather(buffer, lambda param: param.detach())

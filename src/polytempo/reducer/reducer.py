@@ -55,13 +55,7 @@ class GradientMean:
 
     def assign(self) -> None:
         """Make `.grad` of every parameter the mean, which the script may change."""
-        for index, param in enumerate(self._copier.params):
-            if index in self.absent:
-                param.grad = None  # this worker may have a gradient, of weight zero
-                continue
-            if param.grad is None or param.grad.layout != torch.strided:
-                param.grad = torch.empty_like(param)
-            param.grad.copy_(self.buffer.views[index])
+        self._copier.assign_gradients(self.buffer.views, self.absent)
 
     @contextmanager
     def as_gradients(self, in_place: bool) -> Iterator[None]:

@@ -20,13 +20,14 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.collectives.device_mean import DeviceMeanBuffer
 from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device, mean_in_place
-from polytempo.device.device import FENCE_BYTES, Device
+from polytempo.device.device import FENCE_BYTES
 from polytempo.errors import PeerError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.optimizer_names import number_of, number_of_part
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
+from polytempo.reducer.device_moves import device_of_all
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer, SequencerClient
@@ -82,7 +83,7 @@ class SharedMemoryReducer(Reducer):
         self._clock = SequencerClient(session, spec, self.client_state)
         self._agreement: SequencerClient | None = None  # the clock of `agree`, once it was called
         self.step = self._clock.step
-        self._device = self._device_of(params) if hooked else None
+        self._device = device_of_all(session.devices, params) if hooked else None
         self._on_device: DeviceMeanBuffer | None = None  # where gradients and their mean stay on devices
         self._members = self.answer.members
         self._open(params)
@@ -94,17 +95,10 @@ class SharedMemoryReducer(Reducer):
         self._took = 0.0  # by the round under way so far
         self._handed = 0
 
-    def _device_of(self, params: Sequence[torch.Tensor]) -> Device | None:
-        places = {param.device for param in params}
-        return self.session.devices.of(places.pop()) if len(places) == 1 else None
-
     def _open(self, params: Sequence[torch.Tensor]) -> None:
         """Flat buffers in memory that all members have: on their devices, or the host's."""
-        peers, number, also = (
-            self.session.local_peers(),
-            buffer_number(self.session, self.name, self.spec),
-            self._clock.client.watched(),
-        )
+        peers, number = self.session.local_peers(), buffer_number(self.session, self.name, self.spec)
+        also = self._clock.client.watched()
         peers.meet(self._members)
         if all_on_device(peers, self._members, number, self._device is not None, also):
             self._open_on_device(params, number)
@@ -135,7 +129,6 @@ class SharedMemoryReducer(Reducer):
         return super().buffer_of(of)
 
     def _start_from(self, root: int) -> None:
-        """All workers take the values of one."""
         rank, members = self.session.rank, self._shared.members
         self._shared.round += 1
         if rank == root:
@@ -150,13 +143,10 @@ class SharedMemoryReducer(Reducer):
             self.copier.land()
             self._on_device.wait_until_filled()  # and the other's slot is read
         elif rank != root:
-            self.copier.scatter({0: self._slot_of(root)})
+            slot = SlotAllocator(self._shared.slot_bytes(root))
+            data = {dtype: slot.allocate(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items()}
+            self.copier.scatter({0: [data[segment.dtype] for segment in self.layout.shards[0]]})
         self._shared.meet("taken", members)
-
-    def _slot_of(self, rank: int) -> list[Bytes]:
-        slot = SlotAllocator(self._shared.slot_bytes(rank))
-        data = {dtype: slot.allocate(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items()}
-        return [data[segment.dtype] for segment in self.layout.shards[0]]
 
     # A step.
 
@@ -189,7 +179,6 @@ class SharedMemoryReducer(Reducer):
         self._took = time.perf_counter() - began
 
     def _take_part(self, clock: SequencerClient, average: bool) -> None:
-        """Finish it."""
         began = time.perf_counter()
         with self.session.lock:
             clock.wait_for(clock.step + 1)

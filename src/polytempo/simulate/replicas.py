@@ -286,8 +286,8 @@ class OwnMomentum:
         self.pushes: list[tuple[Gradient, int]] = []
 
     def add_own(self, read: int) -> None:
-        """Add the worker's unanswered pushes to the values of this version, which are loaded; `reducer/own_pushes.py` says
-        why. Later steps read this version or newer."""
+        """Add the worker's unanswered pushes to the values of this version, which are loaded (`reducer/server_reducer.py`
+        says why). Later steps read this version or newer."""
         self.pushes = [(push, version) for push, version in self.pushes if version > read]
         factors = dict.fromkeys(map(id, self._parameters), self._own_rate)
         if self.form is MomentumForm.GRADIENT:
