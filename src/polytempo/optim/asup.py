@@ -75,7 +75,17 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
         Args:
             param_group: As torch's optimizers take it; its options are checked.
         """
-        _check({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        for name, (least, allowed, below) in RANGES.items():
+            value = options[name]
+            try:
+                good = (least <= value if allowed else least < value) and value < below
+            except TypeError:
+                good = False
+            if not good:
+                bounds = f"{'at least' if allowed else 'more than'} {least:g}"
+                bounds += f" and less than {below:g}" if below == 1 else ""
+                raise UsageError(f"AsuP: {name} must be a number, {bounds}, not {value!r}")
         super().add_param_group(param_group)
         eps = self.param_groups[-1]["eps"]
         for dtype in [param.dtype for param in self.param_groups[-1]["params"]]:
@@ -108,8 +118,13 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
                 if not state:
                     state["square"] = torch.full_like(param, group["initial"])
                     state["velocity"] = torch.zeros_like(param)
-                for piece in _pieces(param, param.grad, state["square"], state["velocity"]):
-                    _rule(*piece, group)
+                for value, gradient, square, velocity in _pieces(param, param.grad, state["square"], state["velocity"]):
+                    if group["weight_decay"]:
+                        gradient = gradient.add(value, alpha=group["weight_decay"])
+                    square.mul_(group["rho"]).addcmul_(gradient, gradient, value=1 - group["rho"])
+                    root = square.add(group["eps"]).sqrt_()
+                    velocity.mul_(group["momentum"]).addcdiv_(gradient, root, value=float(group["lr"]))
+                    value.sub_(velocity)
         return loss
 
 
@@ -120,29 +135,3 @@ def _pieces(value: torch.Tensor, gradient: torch.Tensor, square: torch.Tensor, v
     if value.numel() <= size or value.device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
-
-
-def _rule(
-    value: torch.Tensor, gradient: torch.Tensor, square: torch.Tensor, velocity: torch.Tensor, group: dict[str, Any]
-) -> None:
-    """The formula above, in place."""
-    if group["weight_decay"]:
-        gradient = gradient.add(value, alpha=group["weight_decay"])
-    square.mul_(group["rho"]).addcmul_(gradient, gradient, value=1 - group["rho"])
-    root = square.add(group["eps"]).sqrt_()
-    velocity.mul_(group["momentum"]).addcdiv_(gradient, root, value=float(group["lr"]))
-    value.sub_(velocity)
-
-
-def _check(options: dict[str, Any]) -> None:
-    for name, (least, allowed, below) in RANGES.items():
-        value = options[name]
-        try:
-            good = (least <= value if allowed else least < value) and value < below
-        except TypeError:
-            good = False
-        if not good:
-            bounds = f"{'at least' if allowed else 'more than'} {least:g}" + (
-                f" and less than {below:g}" if below == 1 else ""
-            )
-            raise UsageError(f"AsuP: {name} must be a number, {bounds}, not {value!r}")

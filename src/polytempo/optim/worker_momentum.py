@@ -103,7 +103,14 @@ class GradientMomentum:
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
         velocity, total = [self._velocity(param, keeps)] if group["momentum"] else [], 0.0
-        factor = self._calm(param, gradient, keeps) if self._spike else 1.0
+        factor = 1.0
+        if self._spike:  # what is kept is of 32 bits, and worked out in 64, as on a device
+            sample, times = _sample(gradient)
+            length = float((torch.linalg.vector_norm(sample) * times).float())
+            before = float(self._optimizer.state.get(param, {}).get(USUAL, 0.0))
+            factor, usual = momentum.calmed(length, before, self._spike)
+            if keeps:
+                self._optimizer.state[param][USUAL] = torch.tensor(usual)
         for values, grad, target, *own in pieces([param.detach(), gradient, out, *velocity]):
             if factor != 1:
                 torch.mul(grad, factor, out=target)
@@ -154,18 +161,8 @@ class GradientMomentum:
         else:
             torch._foreach_copy_(out, velocities)
 
-    def _calm(self, param: torch.Tensor, gradient: torch.Tensor, keeps: bool) -> float:
-        """What a gradient is multiplied by. What is kept is of 32 bits, and worked out in 64, as on a device."""
-        state = self._optimizer.state.get(param, {})
-        sample, times = _sample(gradient)
-        length = float((torch.linalg.vector_norm(sample) * times).float())
-        factor, usual = momentum.calmed(length, float(state.get(USUAL, 0.0)), self._spike)
-        if keeps:
-            self._optimizer.state[param][USUAL] = torch.tensor(usual)
-        return factor
-
     def _calm_all(self, params: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """The same on a device, in place: `calmed` on all lengths together."""
+        """On a device, in place: `calmed` on all lengths together."""
         states = [self._optimizer.state[param] for param in params]
         samples, times = zip(*map(_sample, gradients), strict=True)
         norms = torch._foreach_mul(torch._foreach_norm(samples), times)

@@ -35,7 +35,7 @@ from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.duplicate_batches import advice
-from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
+from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.push import Measures, StepReport, no_steps
 from polytempo.protocol.training_troubles import ended_early
@@ -45,6 +45,7 @@ from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
 from polytempo.reducer.device_moves import device_of_all
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.reducer.peer_messages import traffic_of
 from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer, SequencerClient
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
@@ -161,6 +162,7 @@ class BucketRounds:
         params = [bucket.params for bucket in buckets]
         self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
+        self.expected: Callable[[], float] | None = None  #: says it, before the first bucket of a round leaves
         self._total = float(voters.group.size)  # and those of all ranks together
         self._is_first = resumes_exactly  # and no total is known: it is scaled as later ones are
         self._start_over()
@@ -172,13 +174,10 @@ class BucketRounds:
 
     # While backward runs.
 
-    @property
-    def begun(self) -> bool:
-        """Have buckets of this round left?"""
-        return bool(self._tasks)
-
     def complete(self, index: int) -> None:
         """A gradient is in the flat buffer."""
+        if self.expected is not None and not self._tasks:
+            self.weight = self.expected()
         self._scheduler.complete(index)
 
     def launch(self, weight: float) -> None:
@@ -302,7 +301,8 @@ class RuleByBallot:
     def __init__(self, sync: Spec, members: Sequence[int]) -> None:
         policy = sync.policy(len(members))
         assert isinstance(policy, Barrier)
-        self._rule, self._began, self._step = policy.rule, time.monotonic(), 0
+        self._rule, self._step = policy.rule, 0
+        self.began = time.monotonic()  #: seconds since then, of the first rank that votes, are the rule's clock
         self._rule.start(0.0)
         if self._rule.weights:
             self._rule.weights = tuple((worker, 1.0) for worker in members)
@@ -311,10 +311,6 @@ class RuleByBallot:
     def directive(self) -> Directive | None:
         """What it says of the next round."""
         return self._rule.directive(starts=True)
-
-    def seconds(self) -> float:
-        """Since this rank's start; those of the first rank that votes are the rule's clock."""
-        return time.monotonic() - self._began
 
     def close(self, ranks: Sequence[int], ballots: Sequence[Ballot]) -> None:
         """A round has ended with the ballots of these ranks."""
@@ -342,7 +338,7 @@ class CollectiveReducer(Reducer):
         hooked: bool = True,
         beside: CollectiveReducer | None = None,
     ) -> None:
-        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        super().__init__(session, name, spec)
         self._warned = False  # of equal gradients
         self._ended: set[int] = set()  # ranks that have run out of data, as was said
         self._steps = self._count = 0  # of all rounds so far, and of the one under way
@@ -368,7 +364,6 @@ class CollectiveReducer(Reducer):
         self._rule = RuleByBallot(spec.parsed, members) if ruled else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
         self._averages = True  # the round under way makes the mean; else `agree` has made it
-        self._expected: Callable[[], float] | None = None  # what the next push will weigh
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
         """Check that all ranks optimize the same, and start from the values of the first."""
@@ -393,12 +388,10 @@ class CollectiveReducer(Reducer):
 
     def _complete(self, index: int) -> None:
         if self.sending:
-            if self._expected is not None and not self._rounds.begun:
-                self._rounds.weight = self._expected()
             self._rounds.complete(index)
 
     def expect(self, weight: Callable[[], float]) -> None:
-        self._expected = weight
+        self._rounds.expected = weight
 
     # A step.
 
@@ -421,7 +414,7 @@ class CollectiveReducer(Reducer):
             gradient=measures.gradient_digest,
             loss=measures.loss,
             lr=measures.lr,
-            seconds=self._rule.seconds() if self._rule is not None else 0.0,
+            seconds=time.monotonic() - self._rule.began if self._rule is not None else 0.0,
             work=measures.work if self._measured else None,
             computed=measures.computed,
             drawn=measures.drawn,
@@ -496,8 +489,7 @@ class CollectiveReducer(Reducer):
         return [self.voters.group]
 
     def traffic(self) -> tuple[int, int]:
-        sent = sum(link.payload_sent for link in self.voters.world.engine.messages.links.values())
-        return sent, self.voters.world.engine.messages.payload_received
+        return traffic_of(self.voters.world.engine)
 
     def handed(self) -> int:
         return self.voters.world.engine.messages.handed[self.voters.group.context]

@@ -182,11 +182,6 @@ class HostStaging:
         flat = flats[where.info.dtype][where.start : where.stop].view(tuple(where.info.shape))
         return shaped_like(flat, self._params[index])
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of device memory in it."""
-        return sum(flat.nbytes for flat in self.twin.values())
-
     # To the host.
 
     def fetch(self, flats: Mapping[str, torch.Tensor] | None = None) -> bool:

@@ -67,13 +67,14 @@ def make_reducer(
             mean=(spec_of("mean"), params),
             momentum=momentum,
         )
+    spec = spec_of("peers")
     if sync.capabilities.neighbours:
-        return NeighbourReducer(session, name, spec_of("peers"), params)
+        return NeighbourReducer(session, name, spec, params)
     if has_deadlines:
-        return PeerReducer(session, name, spec_of("peers"), params)
+        return PeerReducer(session, name, spec, params)
     if session.client is not None and session.job.meeting:
-        return SharedMemoryReducer(session, name, spec_of("peers"), params)
-    return CollectiveReducer(session, name, spec_of("peers"), params)
+        return SharedMemoryReducer(session, name, spec, params)
+    return CollectiveReducer(session, name, spec, params)
 
 
 def make_value_reducer(
@@ -128,20 +129,19 @@ class BufferMean:
                 self._group = world.group_of_optimizer(members, number, 1) if members else world.all_ranks
             self._group.all_reduce(tensors, "mean").wait()
             return
-        reducer = self._reducer_for(describe(tensors, [name for name, _ in floating], [0] * len(floating)))
+        infos = describe(tensors, [name for name, _ in floating], [0] * len(floating))
+        if self._reducer is None or infos != self._infos:
+            self._reducer = self._new_reducer(infos)
         torch._foreach_copy_(self._copies, tensors)
-        buffer, _ = reducer.buffer_of(lambda copy: copy)
-        reducer.push(buffer, (), Measures())
+        buffer, _ = self._reducer.buffer_of(lambda copy: copy)
+        self._reducer.push(buffer, (), Measures())
         torch._foreach_copy_(tensors, self._copies)
 
-    def _reducer_for(self, infos: tuple[TensorInfo, ...]) -> ServerReducer:
-        if self._reducer is None or infos != self._infos:
-            self._infos = infos
-            self._copies = [torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
-            self._parts += 1
-            members = self._members
-            name = part_of(self._name, self._parts) if members else self._session.next_optimizer_id()
-            spec = OptimizerSpec(sync="bsp", apply="mean", optimizer="", tensors=infos, groups=({},), members=members)
-            self._reducer = ServerReducer(self._session, f"{name}/mean", spec, self._copies)
-            self._reducer.client_state.take = self._reducer.copier.scatter  # values, not gradients
-        return self._reducer
+    def _new_reducer(self, infos: tuple[TensorInfo, ...]) -> ServerReducer:
+        self._infos, self._parts, members = infos, self._parts + 1, self._members
+        self._copies = [torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
+        name = part_of(self._name, self._parts) if members else self._session.next_optimizer_id()
+        spec = OptimizerSpec(sync="bsp", apply="mean", optimizer="", tensors=infos, groups=({},), members=members)
+        reducer = ServerReducer(self._session, f"{name}/mean", spec, self._copies)
+        reducer.client_state.take = reducer.copier.scatter  # values, not gradients
+        return reducer

@@ -120,11 +120,6 @@ class FlatBuffer:
         then."""
         self.views = {index: shaped_like(self._view(index), params[index]) for index in self.views}
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of device memory in it."""
-        return sum(memory.nbytes for memory in self.ranges.values())
-
     def is_in_place(self, index: int) -> bool:
         """Does a view still lie in here? As `.grad` of a parameter it may have been given other memory: through `.data`, or
         with the model's (`model.to(...)`)."""
@@ -254,8 +249,7 @@ class Copier:
         self._indirect = [i for i in self._order if not self.params[i].is_contiguous()]
         self._direct: list[list[list[torch.Tensor]]] = []
         for index in self._order:
-            if not buffer.is_in_place(index):  # as `.grad` it went along with its parameter
-                buffer.renew(index)
+            buffer.view(index)  # made anew, if as `.grad` it went along with its parameter
         for segments in self.layout.shards:
             of_shard: list[list[torch.Tensor]] = []
             for segment in segments:
@@ -277,8 +271,9 @@ class Copier:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory in its flat buffers."""
-        staged = self.staging.device_bytes if self.staging is not None else 0
-        return staged + sum(one.device_bytes for one in self._every)
+        staged = self.staging.twin.values() if self.staging is not None else ()
+        own = [memory.nbytes for one in self._every for memory in one.ranges.values()]
+        return sum(own) + sum(int(flat.nbytes) for flat in staged)
 
     def look(self, compare: bool = True) -> bool:
         """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
@@ -397,17 +392,13 @@ class Copier:
 
     def holds(self, parts: dict[int, list[Bytes]]) -> bool:
         """Are these the values of the parameters?"""
-        values = self.here(lambda param: param.detach())
-        for shard, buffers in parts.items():
-            for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
-                given = as_tensor(data, segment.dtype)
-                for place in self.layout.places:
-                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
-                    if place.info.dtype == segment.dtype and start < stop:
-                        own = values[place.index].reshape(-1)[start - place.start : stop - place.start]
-                        if not is_same(own, given[start - segment.start : stop - segment.start]):
-                            return False
-        return True
+        own = FlatBuffer(self.layout, Pool())
+        self.gather(own, lambda param: param.detach())
+        return all(
+            is_same(as_tensor(mine, segment.dtype), as_tensor(given, segment.dtype))
+            for shard, buffers in parts.items()
+            for segment, mine, given in zip(self.layout.shards[shard], own.parts[shard], buffers, strict=True)
+        )
 
     def here(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """`of(param)` of each parameter that has it, in host memory: itself, or from a GPU a copy that stays until the next

@@ -1,6 +1,6 @@
 """Workers that keep models of their own and mix them with those of neighbours: `gossip` and `adpsgd`.
 
-Values go from worker to worker (`neighbour_links.py`). The sequencer gets pushes without data, and its releases say with
+Values go from worker to worker (`peer_messages.py`). The sequencer gets pushes without data, and its releases say with
 which workers the next step is to be mixed. All start from one worker's values, with push-sum weight 1.
 
 `consolidate()` asks all other workers for their values and shows the mean, weighted by push-sum weights (`model_mean.py`).
@@ -42,12 +42,11 @@ import torch
 from polytempo.collectives.tasks import Task
 from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, UsageError
-from polytempo.protocol.layout import lay_out
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.model_mean import AVERAGE, FIRST_VALUES, FillMessage, MixingSum, ModelMean, ModelMessage
-from polytempo.reducer.neighbour_links import NeighbourLinks, Sending
+from polytempo.reducer.peer_messages import NeighbourLinks, Sending
 from polytempo.reducer.reducer import GroupValues, Reducer, SequencerClient
 from polytempo.reducer.shared_memory_reducer import SlotAllocator
 from polytempo.server.optimizer_state import as_bytes
@@ -62,7 +61,7 @@ class NeighbourReducer(Reducer):
     """One optimizer of a worker with neighbours."""
 
     def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
-        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        super().__init__(session, name, spec)
         if session.job.incarnation:
             raise UsageError(
                 f"worker {session.rank} comes back to a job of {spec.sync}, whose workers have made their links to each "

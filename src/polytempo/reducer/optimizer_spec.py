@@ -89,7 +89,6 @@ class SpecBuilder:
         self._fallback = fallback
         #: Modes that the optimizer could not be given, for the advice at the end of a job.
         self.refused: tuple[str, ...] = ()
-        self._started: str | None = None  # digested once, before the first step
 
     def check(self, here: bool, together: bool, among_workers: bool) -> None:
         """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
@@ -120,9 +119,9 @@ class SpecBuilder:
         on_server = self._apply == "server" and not special
         name = ""
         if special == "peers":  # each worker keeps its own, and all must begin alike: from different states they drift apart
-            if self._started is None:
-                self._started = f" with state {_digest(self._inner.state_dict()['state'])}" if self._inner.state else ""
-            name = type(self._inner).__name__ + self._started
+            name = type(self._inner).__name__
+            if self._inner.state:
+                name += f" with state {_digest(self._inner.state_dict()['state'])}"
         elif on_server and tensors:
             name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.capabilities.rounds)
         filtered = (on_server or self._spec.capabilities.neighbours) and not self._compression.is_lossless

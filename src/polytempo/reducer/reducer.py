@@ -27,7 +27,7 @@ import torch
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.collectives.group import RankGroup
-from polytempo.protocol.layout import Layout
+from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Answer, Push
 from polytempo.protocol.push import FirstValues, Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, PushId
@@ -140,8 +140,9 @@ class Reducer(ABC):
     holds_state = False  #: do servers keep the optimizer's state?
     needs_join = False  #: must a worker that has run out of data go on taking part until all have?
 
-    def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout) -> None:
-        self.session, self.name, self.spec, self.layout = session, name, spec, layout
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout | None = None) -> None:
+        """`layout`: of values that are cut along servers."""
+        self.session, self.name, self.spec, self.layout = session, name, spec, layout or lay_out(spec.tensors, 1)
         self.client_state = ClientState(name, ahead=spec.parsed.capabilities.ahead)
         self.step = 0
         self.waited = 0.0  #: seconds of the last push
@@ -228,9 +229,6 @@ class Reducer(ABC):
     def device_bytes(self) -> int:
         """Bytes of device memory that it has taken in this worker, beside the parameters and their gradients."""
         return self.copier.device_bytes
-
-    def settle(self) -> None:
-        """Wait for pushes that are still unanswered."""
 
     def groups(self) -> list[RankGroup]:
         """The groups of ranks in which it makes its rounds, where ranks make them among themselves."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import nullcontext
 
@@ -30,7 +29,7 @@ from polytempo.protocol.push import FirstValues, Measures, NewState, NewValues, 
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, GpuBuckets, device_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.gradient_hooks import CompletionHooks, GradientHooks
+from polytempo.reducer.gradient_hooks import GradientHooks, tell_completion
 from polytempo.reducer.partial_push import PartialPushes
 from polytempo.reducer.push_filters import PushFilters
 from polytempo.reducer.reducer import GroupValues, Reducer
@@ -41,9 +40,6 @@ from polytempo.session.session import Session
 from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.spec import Spec
 from polytempo.transport.channel import Bytes
-
-#: Reads rows of a table.
-RowSource = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ValueTaker:
@@ -216,7 +212,6 @@ class ServerReducer(Reducer):
             # Gradients live in what is pushed itself, or in memory of their own, where something else is made of them.
             lives = self.copier.next_buffer() if momentum is None else FlatBuffer(self.layout, self.client.pool)
             self.hooks = GradientHooks(params, lives)
-        self._completion: CompletionHooks | None = None
         self._partial = self._partial_pushes()
 
     def _new_copier(
@@ -273,16 +268,17 @@ class ServerReducer(Reducer):
             return None
         buffer, staging = self.copier.next_buffer(), self.copier.staging
         if staging is None:
-            self.hooks.on_complete = self._complete
-            return PartialPushes(self.client, self.layout, buffer, self.hooks.indices(), self._identity)
+            self.hooks.on_complete = self.complete
+            return PartialPushes(self.client, self.layout, buffer, self.hooks.indices, self._identity)
         if staging.others or self.filters.on_device or self._momentum is not None:
             return None
-        owner = weakref.ref(self)
-        self._completion = CompletionHooks(self.copier.params, lambda index: _complete(owner, index))
+        indices = [index for index, param in enumerate(self.copier.params) if param.requires_grad]
+        tell_completion(self.copier.params, indices, self)
         buckets = GpuBuckets(staging, self.copier.params, buffer)
-        return PartialPushes(self.client, self.layout, buffer, self._completion.indices, self._identity, buckets)
+        return PartialPushes(self.client, self.layout, buffer, indices, self._identity, buckets)
 
-    def _complete(self, index: int) -> None:
+    def complete(self, index: int) -> None:
+        """A gradient is in the flat buffer, or on the GPU."""
         if self.sending and self._partial is not None:
             if self._momentum is not None:
                 self._look_ahead(self._momentum, self.copier.next_buffer(), index, keeps=False)
@@ -299,24 +295,20 @@ class ServerReducer(Reducer):
             with self.session.lock:
                 return self.copier.next_buffer(), self._partial.gather()
         if self._momentum is not None and not self.copier.on_gpu:
-            return self._look_aheads(self._momentum)
+            buffer, absent = self.copier.next_buffer(), []
+            for index, param in enumerate(self.copier.params):
+                if param.grad is None:
+                    absent.append(index)
+                    buffer.view(index).zero_()
+                else:
+                    self._look_ahead(self._momentum, buffer, index)
+            return buffer, tuple(absent)
         pushed = None if self._momentum is None else self._momentum.pushes(self.copier.params)
         if pushed is None and not self.filters.on_device:
             return super().gradients()
         buffer = self.copier.next_buffer()
         take = self.copier.collect if self.filters.on_device else self.copier.gather
         return buffer, take(buffer, lambda param: param.grad if pushed is None else pushed.get(id(param)))
-
-    def _look_aheads(self, momentum: GradientMomentum) -> tuple[FlatBuffer, tuple[int, ...]]:
-        """What is pushed of each gradient as it is now, and the parameters that have none."""
-        buffer, absent = self.copier.next_buffer(), []
-        for index, param in enumerate(self.copier.params):
-            if param.grad is None:
-                absent.append(index)
-                buffer.view(index).zero_()
-            else:
-                self._look_ahead(momentum, buffer, index)
-        return buffer, tuple(absent)
 
     def _look_ahead(self, momentum: GradientMomentum, buffer: FlatBuffer, index: int, keeps: bool = True) -> None:
         param = self.copier.params[index]
@@ -424,18 +416,12 @@ class ServerReducer(Reducer):
         return mean.client_state.skipped
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        answer = self.answer
-        self.taker.install(self._shadow.hear(parts, answer.filtered, answer.exchange))
+        self.taker.install(self._shadow.hear(parts, self.answer.filtered, self.answer.exchange))
 
     def set_sending(self, sending: bool) -> None:
         super().set_sending(sending)
         if self._agreement is not None:
             self._agreement.set_sending(sending)
-
-    def settle(self) -> None:
-        self.take_answer()
-        with self.session.lock:
-            self.client.settle(self.name)
 
     def traffic(self) -> tuple[int, int]:
         return self.client.bytes_sent, self.client.bytes_received
@@ -446,9 +432,16 @@ class ServerReducer(Reducer):
         """Send to the servers what the script has written since the last step, where all workers stand at one place; refuse
         it where its meaning is not defined."""
         watch = self.copier.watch
-        if watch.touched and self._carries:
+        if not watch.touched:
+            return
+        if self._carries:
             self._send_values()
-        elif watch.touched and not self._are_the_jobs():
+            return
+        same = False  # are the values the servers' after all?
+        if not (self._ahead or self._fetches):  # answers to pushes under way may have hidden a change
+            with self.session.lock:
+                same = self.copier.holds(self._read_parts())
+        if not same:
             why, alone = self._why_not_sent(), "a change by one worker is not the job's"
             how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
             raise UsageError(
@@ -456,13 +449,6 @@ class ServerReducer(Reducer):
                 "call optimizer.consolidate() to take the job's values again"
             )
         watch.touched = ""
-
-    def _are_the_jobs(self) -> bool:
-        """Are the values the servers' after all? While pushes are unanswered, their answers may have hidden a change."""
-        if self._ahead or self._fetches:
-            return False
-        with self.session.lock:
-            return self.copier.holds(self._read_parts())
 
     def _why_not_sent(self) -> str:
         if self._fetches:
@@ -561,15 +547,9 @@ class ServerReducer(Reducer):
     def load_residual(self, residual: dict[str, torch.Tensor]) -> None:
         self.filters.load(residual)
 
-    def row_source(self, table: int) -> RowSource:
+    def row_source(self, table: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def pull(ids: torch.Tensor) -> torch.Tensor:
             with self.session.lock, self.client.together():
                 return self.rows.pulled(table, *self.rows.ask(table, ids))
 
         return pull
-
-
-def _complete(owner: weakref.ref[ServerReducer], index: int) -> None:
-    reducer = owner()
-    if reducer is not None:
-        reducer._complete(index)

@@ -23,7 +23,7 @@ from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device,
 from polytempo.device.device import FENCE_BYTES
 from polytempo.errors import PeerError
 from polytempo.profile_ranges import profiled
-from polytempo.protocol.layout import ITEM_SIZES, lay_out
+from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.optimizer_names import number_of, number_of_part
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
@@ -78,7 +78,7 @@ class SharedMemoryReducer(Reducer):
     def __init__(
         self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor], hooked: bool = True
     ) -> None:
-        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        super().__init__(session, name, spec)
         session.local_peers()  # it listens before the sequencer tells other workers of this one
         self._clock = SequencerClient(session, spec, self.client_state)
         self._agreement: SequencerClient | None = None  # the clock of `agree`, once it was called
@@ -143,9 +143,8 @@ class SharedMemoryReducer(Reducer):
             self.copier.land()
             self._on_device.wait_until_filled()  # and the other's slot is read
         elif rank != root:
-            slot = SlotAllocator(self._shared.slot_bytes(root))
-            data = {dtype: slot.allocate(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items()}
-            self.copier.scatter({0: [data[segment.dtype] for segment in self.layout.shards[0]]})
+            values = FlatBuffer(self.layout, SlotAllocator(self._shared.slot_bytes(root)))
+            self.copier.scatter({0: values.parts[0]})
         self._shared.meet("taken", members)
 
     # A step.
@@ -197,18 +196,15 @@ class SharedMemoryReducer(Reducer):
     def _average(self, members: list[int], weights: list[float]) -> None:
         if self._on_device is not None:
             self._on_device.mean(members, weights, self.mean.buffer.tensors)
-            nbytes = sum(length * ITEM_SIZES[dtype] for dtype, length in self.layout.sizes.items())
+        offset = 0
+        for dtype, length in self.layout.sizes.items():
+            nbytes = length * ITEM_SIZES[dtype]
+            if self._on_device is None:
+                self._shared.round += 1
+                mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
+                offset += aligned(nbytes)
             self._clock.client.connections.count(nbytes)
             self._handed += nbytes
-            return
-        offset, client = 0, self._clock.client
-        for dtype, length in self.layout.sizes.items():
-            self._shared.round += 1
-            mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
-            nbytes = length * ITEM_SIZES[dtype]
-            client.connections.count(nbytes)
-            self._handed += nbytes
-            offset += aligned(nbytes)
 
     def traffic(self) -> tuple[int, int]:
         return self._clock.client.bytes_sent, self._clock.client.bytes_received
