@@ -27,7 +27,7 @@ from torch import nn
 
 from measure import save
 from polytempo.optim.asup import AsuP
-from polytempo.optim.norm_statistics import norm_layers
+from polytempo.optim.several_workers import norm_layers
 from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import Lognormal

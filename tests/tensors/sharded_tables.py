@@ -8,7 +8,8 @@ import torch
 
 from polytempo.protocol.values import TableInfo
 from polytempo.tables.routing import cut_range, join_range, route
-from polytempo.tables.table_shard import RowPush, TableShard
+from polytempo.tables.row_batches import RowPush
+from polytempo.tables.table_shard import TableShard
 
 Some = tuple[list[int], torch.Tensor] | tuple[list[int], torch.Tensor, float]
 

@@ -14,8 +14,8 @@ from polytempo.compression.chain import parse_chain
 from polytempo.device.copy_stream import CopyMark, CopyStream
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.values import TensorInfo
+from polytempo.reducer.device_moves import HostStaging, common, runs_of
 from polytempo.reducer.flat_buffer import Copier, describe
-from polytempo.reducer.host_staging import HostStaging, common, runs_of
 from polytempo.reducer.push_filters import PushFilters
 from polytempo.transport.buffer_pool import Pool
 

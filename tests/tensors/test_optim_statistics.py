@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.optim.norm_statistics import merged, norm_layers
+from polytempo.optim.several_workers import merged, norm_layers
 
 moderately = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 

@@ -14,8 +14,9 @@ from sharded_tables import Sharded, same, some
 from polytempo.errors import PeerError, PolytempoError, UsageError
 from polytempo.protocol.values import TableInfo
 from polytempo.tables import table_shard
+from polytempo.tables.row_batches import RowPush
 from polytempo.tables.row_optimizers import RULES
-from polytempo.tables.table_shard import RowPush, TableShard
+from polytempo.tables.table_shard import TableShard
 from polytempo.tables.validation import check_table
 
 moderately = settings(max_examples=40, deadline=None, derandomize=True, database=None)

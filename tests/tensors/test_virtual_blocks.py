@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from polytempo.optim.fragments import cut
+from polytempo.optim.outer_step import cut
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay

@@ -13,7 +13,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
-from polytempo.optim.gradient_divergence import COORDINATES, GradientDivergence
+from polytempo.optim.several_workers import COORDINATES, GradientDivergence
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually

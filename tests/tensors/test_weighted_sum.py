@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from polytempo.optim.weighted_sum import weighted_sum, with_change
+from polytempo.optim.several_workers import weighted_sum, with_change
 
 A, B, C = (torch.tensor(values) for values in ([1.0, 2.0], [3.0, 5.0], [0.1, 0.7]))
 

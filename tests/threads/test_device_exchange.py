@@ -173,7 +173,9 @@ def test_should_stop_does_not_wait_where_an_answer_was_certain() -> None:
         assert session.client is not None
         model, optimizer = model_and_optimizer()
         make_step(model, optimizer, batches[0][0])
-        optimizer._reducer.settle()  # type: ignore[union-attr]
+        optimizer._reducer.take_answer()  # type: ignore[union-attr]
+        with session.lock:
+            session.client.settle("0")
         session.client.exchanges.states["0"].answer.certain = 1  # whatever the server has said
         held = hold_answers(session)
         make_step(model, optimizer, batches[1][0])

@@ -77,7 +77,8 @@ def push_all(job: ThreadJob, compression: Any, fate: Any = None) -> list[tuple[t
         for gradient in GRADIENTS[session.rank]:
             set_gradients([param], [gradient])
             optimizer.step()
-        reducer.settle()
+        with session.lock:
+            reducer.client.settle(reducer.name)
         if "backup" not in job.plan.sync:  # where who has done is missed by those who have not
             done.wait(20)  # else who leaves changes the others' rate
         if reducer.spec.pull_filter not in ("", "none"):

@@ -13,8 +13,8 @@ from tests.tensors.test_host_staging import LateCopies
 import polytempo as pt
 from polytempo.protocol.layout import Layout
 from polytempo.reducer import flat_buffer, partial_push, server_reducer
+from polytempo.reducer.device_moves import HostStaging
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.host_staging import HostStaging
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 

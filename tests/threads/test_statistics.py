@@ -14,7 +14,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.launcher.job_facts import JobFacts
-from polytempo.optim.norm_statistics import norm_layers
+from polytempo.optim.several_workers import norm_layers
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.evaluation_statistics import evaluation_statistics

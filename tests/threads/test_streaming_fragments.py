@@ -13,7 +13,7 @@ from local_blocks import WAYS, Blocks, job_by, train_in_blocks
 from sessions import within
 
 from polytempo.errors import UsageError
-from polytempo.optim.fragments import cut
+from polytempo.optim.outer_step import cut
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob
 from polytempo.train.optimizer import DistributedOptimizer

@@ -40,8 +40,7 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
     """RMSProp with momentum as ASU-P has it, for any mode; the mode `asup` runs the same rule on the servers.
 
     State of a parameter: "square" and "velocity". It differs from `torch.optim.RMSprop`: `eps` is inside the root, and
-    the learning
-    rate inside the velocity.
+    the learning rate inside the velocity.
 
     Args:
         params: Parameters, or groups of them.
@@ -76,10 +75,24 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
         Args:
             param_group: As torch's optimizers take it; its options are checked.
         """
-        _check({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        for name, (least, allowed, below) in RANGES.items():
+            value = options[name]
+            try:
+                good = (least <= value if allowed else least < value) and value < below
+            except TypeError:
+                good = False
+            if not good:
+                bounds = f"{'at least' if allowed else 'more than'} {least:g}"
+                bounds += f" and less than {below:g}" if below == 1 else ""
+                raise UsageError(f"AsuP: {name} must be a number, {bounds}, not {value!r}")
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            _check_type(param.dtype, self.param_groups[-1]["eps"])
+        eps = self.param_groups[-1]["eps"]
+        for dtype in [param.dtype for param in self.param_groups[-1]["params"]]:
+            if not dtype.is_floating_point:
+                raise UsageError(f"AsuP works on parameters of floating point, not {dtype}")
+            if float(torch.tensor(eps, dtype=dtype)) == 0:
+                raise UsageError(f"AsuP: eps {eps:g} is nothing in {dtype}; use eps={torch.finfo(dtype).tiny:.1g} or more")
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,19 +110,22 @@ class AsuP(torch.optim.Optimizer):  # type: ignore[misc]
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise UsageError("AsuP works on dense gradients, and got a sparse one; use nn.Embedding(sparse=False)")
+                state = self.state[param]
+                if not state:
+                    state["square"] = torch.full_like(param, group["initial"])
+                    state["velocity"] = torch.zeros_like(param)
+                for value, gradient, square, velocity in _pieces(param, param.grad, state["square"], state["velocity"]):
+                    if group["weight_decay"]:
+                        gradient = gradient.add(value, alpha=group["weight_decay"])
+                    square.mul_(group["rho"]).addcmul_(gradient, gradient, value=1 - group["rho"])
+                    root = square.add(group["eps"]).sqrt_()
+                    velocity.mul_(group["momentum"]).addcdiv_(gradient, root, value=float(group["lr"]))
+                    value.sub_(velocity)
         return loss
-
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        if param.grad.is_sparse:
-            raise UsageError("AsuP works on dense gradients, and got a sparse one; use nn.Embedding(sparse=False)")
-        state = self.state[param]
-        if not state:
-            state["square"] = torch.full_like(param, group["initial"])
-            state["velocity"] = torch.zeros_like(param)
-        for piece in _pieces(param, param.grad, state["square"], state["velocity"]):
-            _rule(*piece, group)
 
 
 def _pieces(value: torch.Tensor, gradient: torch.Tensor, square: torch.Tensor, velocity: torch.Tensor) -> Iterable[Four]:
@@ -119,36 +135,3 @@ def _pieces(value: torch.Tensor, gradient: torch.Tensor, square: torch.Tensor, v
     if value.numel() <= size or value.device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
-
-
-def _rule(
-    value: torch.Tensor, gradient: torch.Tensor, square: torch.Tensor, velocity: torch.Tensor, group: dict[str, Any]
-) -> None:
-    """The formula above, in place."""
-    if group["weight_decay"]:
-        gradient = gradient.add(value, alpha=group["weight_decay"])
-    square.mul_(group["rho"]).addcmul_(gradient, gradient, value=1 - group["rho"])
-    root = square.add(group["eps"]).sqrt_()
-    velocity.mul_(group["momentum"]).addcdiv_(gradient, root, value=float(group["lr"]))
-    value.sub_(velocity)
-
-
-def _check(options: dict[str, Any]) -> None:
-    for name, (least, allowed, below) in RANGES.items():
-        value = options[name]
-        try:
-            good = (least <= value if allowed else least < value) and value < below
-        except TypeError:
-            good = False
-        if not good:
-            bounds = f"{'at least' if allowed else 'more than'} {least:g}" + (
-                f" and less than {below:g}" if below == 1 else ""
-            )
-            raise UsageError(f"AsuP: {name} must be a number, {bounds}, not {value!r}")
-
-
-def _check_type(dtype: torch.dtype, eps: float) -> None:
-    if not dtype.is_floating_point:
-        raise UsageError(f"AsuP works on parameters of floating point, not {dtype}")
-    if float(torch.tensor(eps, dtype=dtype)) == 0:
-        raise UsageError(f"AsuP: eps {eps:g} is nothing in {dtype}; use eps={torch.finfo(dtype).tiny:.1g} or more")

@@ -31,25 +31,18 @@ def compensated(
     if adaptive and mean_square is None:
         raise UsageError("the adaptive form of delay compensation needs mean_square, a tensor of zeros for each gradient")
     squares: Sequence[torch.Tensor | None] = mean_square if adaptive and mean_square is not None else [None] * len(gradient)
+    made: list[torch.Tensor | None] = []
     with torch.no_grad():
-        return [
-            None if g is None else _one(g, new, old, strength, memory, square)
-            for g, new, old, square in zip(gradient, now, read, squares, strict=True)
-        ]
-
-
-def _one(
-    gradient: torch.Tensor,
-    now: torch.Tensor,
-    read: torch.Tensor,
-    strength: float,
-    memory: float,
-    square: torch.Tensor | None,
-) -> torch.Tensor:
-    moved = now - read
-    one = torch.ones((), dtype=moved.dtype, device=moved.device)
-    if square is None:
-        return torch.addcmul(one, gradient, moved, value=strength, out=moved).mul_(gradient)
-    square.mul_(memory).addcmul_(gradient, gradient, value=1 - memory)
-    root = square.add(EPS).sqrt_()
-    return torch.addcdiv(one, moved.mul_(gradient), root, value=strength, out=moved).mul_(gradient)
+        for g, new, old, square in zip(gradient, now, read, squares, strict=True):
+            if g is None:
+                made.append(None)
+                continue
+            moved = new - old
+            one = torch.ones((), dtype=moved.dtype, device=moved.device)
+            if square is None:
+                made.append(torch.addcmul(one, g, moved, value=strength, out=moved).mul_(g))
+                continue
+            square.mul_(memory).addcmul_(g, g, value=1 - memory)
+            root = square.add(EPS).sqrt_()
+            made.append(torch.addcdiv(one, moved.mul_(g), root, value=strength, out=moved).mul_(g))
+    return made

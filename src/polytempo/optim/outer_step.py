@@ -8,6 +8,8 @@ The outer gradient is anchor - mean, and the step is torch's SGD on it. The mode
 
 Servers run the same SGD on the same gradient (`OuterRule.hyper`, `OuterRule.unit`), so both ways make the same step. Where
 the learning rate is 0, block momentum has no unit: that step is an average, and the momentum stays as it is.
+
+A model may be cut into fragments, whose outer steps are made one after another.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from polytempo.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class OuterStep:
         for group, rule, lr in zip(self._optimizer.param_groups, self._rules, rates, strict=True):
             group.update(rule.hyper(lr))
         for param, value, number in zip(self._params, mean, self._groups, strict=True):
-            param.grad = outer_gradient(param.detach(), value, units[number])
+            outer_gradient = param.detach() - value
+            param.grad = outer_gradient if units[number] == 1.0 else outer_gradient.div_(units[number])
         with torch.no_grad():
             self._plain_step(self._optimizer)
         for param in self._params:
@@ -100,7 +105,29 @@ class OuterStep:
                 self._optimizer.state[param] = dict(kept)
 
 
-def outer_gradient(anchor: torch.Tensor, value: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
-    """(anchor - value) / unit, in memory of its own."""
-    difference = anchor - value
-    return difference if unit == 1.0 else difference.div_(unit)
+def cut(sizes: Sequence[int], fragments: int) -> list[range]:
+    """Cut a model into fragments, runs of parameters in their order, about equal in bytes, and none of them empty.
+
+    Args:
+        sizes: Bytes of each parameter.
+        fragments: Their number.
+
+    Returns:
+        The parameters of each fragment.
+
+    Raises:
+        UsageError: There are fewer parameters than fragments.
+    """
+    if len(sizes) < fragments:
+        raise UsageError(f"expected at most {len(sizes)} fragments, one a parameter, got {fragments}; use fewer")
+    cuts: list[range] = []
+    start, left = 0, sum(sizes)
+    for rest in range(fragments, 0, -1):
+        wanted, stop, taken = left / rest, start + 1, sizes[start]
+        last = len(sizes) - (rest - 1)  # each of the others needs one
+        while stop < last and (rest == 1 or taken + sizes[stop] / 2 <= wanted):
+            taken += sizes[stop]
+            stop += 1
+        cuts.append(range(start, stop))
+        start, left = stop, left - taken
+    return cuts

@@ -27,13 +27,13 @@ def spare_compiler() -> None:
         return
     for method in _marked_later():
         setattr(method, MARK, method)
-    when_imported(COMPILER, lambda _: _take_back())
 
+    def take_back(compiler: object) -> None:
+        for method in _marked_later():
+            if getattr(method, MARK, None) is method:
+                delattr(method, MARK)
 
-def _take_back() -> None:
-    for method in _marked_later():
-        if getattr(method, MARK, None) is method:
-            delattr(method, MARK)
+    when_imported(COMPILER, take_back)
 
 
 def _marked_later() -> Iterator[Callable[..., Any]]:

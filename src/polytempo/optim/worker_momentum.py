@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from polytempo.sync.momentum import FOLLOWS, RULES, calmed, share_of_joiner
+from polytempo.sync import momentum
 
 #: Elements that are worked on at a time: calls for smaller pieces cost more than their cache saves (100 MB: 19 ms; in pieces
 #: of a quarter of this 28 ms, in one 24 to 31 ms).
@@ -104,7 +104,14 @@ class GradientMomentum:
         """
         group = self._optimizer.param_groups[self._group_of[id(param)]]
         velocity, total = [self._velocity(param, keeps)] if group["momentum"] else [], 0.0
-        factor = self._calm(param, gradient, keeps) if self._spike else 1.0
+        factor = 1.0
+        if self._spike:  # what is kept is of 32 bits, and worked out in 64, as on a device
+            sample, times = _sample(gradient)
+            length = float((torch.linalg.vector_norm(sample) * times).float())
+            before = float(self._optimizer.state.get(param, {}).get(USUAL, 0.0))
+            factor, usual = momentum.calmed(length, before, self._spike)
+            if keeps:
+                self._optimizer.state[param][USUAL] = torch.tensor(usual)
         for values, grad, target, *own in pieces([param.detach(), gradient, out, *velocity]):
             calm = grad if factor == 1 else torch.mul(grad, factor, out=target)
             self._step(group, [values], [calm], [target], own if keeps else [one.clone() for one in own])
@@ -164,18 +171,8 @@ class GradientMomentum:
             for gradient, velocity, target in zip(gradients, velocities, out, strict=True):
                 torch.add(gradient, velocity, alpha=group["momentum"], out=target)
 
-    def _calm(self, param: torch.Tensor, gradient: torch.Tensor, keeps: bool) -> float:
-        """What a gradient is multiplied by. What is kept is of 32 bits, and worked out in 64, as on a device."""
-        state = self._optimizer.state.get(param, {})
-        sample, times = _sample(gradient)
-        length = float((torch.linalg.vector_norm(sample) * times).float())
-        factor, usual = calmed(length, float(state.get(USUAL, 0.0)), self._spike)
-        if keeps:
-            self._optimizer.state[param][USUAL] = torch.tensor(usual)
-        return factor
-
     def _calm_all(self, params: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """The same on a device, in place: `calmed` on all lengths together."""
+        """On a device, in place: `calmed` on all lengths together."""
         states = [self._optimizer.state[param] for param in params]
         samples, times = zip(*map(_sample, gradients), strict=True)
         norms = torch._foreach_mul(torch._foreach_norm(samples), times)
@@ -185,7 +182,7 @@ class GradientMomentum:
         learns = (usual > 0) & (lengths > 0) & lengths.isfinite()
         factors = torch.where(learns, counted / lengths, 1.0)
         first = torch.where(lengths.isfinite(), lengths, 0.0)
-        kept = torch.where(usual > 0, torch.where(learns, usual + FOLLOWS * (counted - usual), usual), first)
+        kept = torch.where(usual > 0, torch.where(learns, usual + momentum.FOLLOWS * (counted - usual), usual), first)
         for gradient, state, factor, one in zip(gradients, states, factors.unbind(), kept.float().unbind(), strict=True):
             gradient.mul_(factor)
             state[USUAL] = one
@@ -210,7 +207,7 @@ class ChangeMomentum:
 
     def __init__(self, optimizer: torch.optim.Optimizer, looks_ahead: bool, joins: bool = False) -> None:
         self._optimizer, self._looks_ahead, self._joins = optimizer, looks_ahead, joins
-        self._rule = RULES[type(optimizer).__name__]
+        self._rule = momentum.RULES[type(optimizer).__name__]
         self._group_of = _groups_of(optimizer)
 
     def push(self, param: torch.Tensor, out: torch.Tensor) -> float:
@@ -263,9 +260,8 @@ class ChangeMomentum:
         return found
 
     def _share(self, param: torch.Tensor) -> float:
-        """What the push counts for."""
         step = self._optimizer.state.get(param, {}).get("step") if self._joins else None
-        return 1.0 if step is None else share_of_joiner(type(self._optimizer).__name__, float(step))
+        return 1.0 if step is None else momentum.share_of_joiner(type(self._optimizer).__name__, float(step))
 
     def _last(self, group: dict[str, Any], param: torch.Tensor) -> tuple[list[torch.Tensor], float]:
         """The last change of a parameter, for each unit of the rate, and how far the next is extrapolated. The first of a

@@ -56,16 +56,15 @@ def plan_buckets(layout: Layout, order: Sequence[int], limit: int) -> list[Bucke
     sized = (
         (index, (places[index].stop - places[index].start) * ITEM_SIZES[places[index].info.dtype], None) for index in order
     )
-    return [_bucket(layout, [places[index] for index in group]) for group in group_by_size(sized, limit)]
+    buckets = []
+    for group in group_by_size(sized, limit):
+        members = [places[index] for index in group]
+        buckets.append(Bucket(tuple(group), tuple(_pieces(layout, shard, members) for shard in range(len(layout.shards)))))
+    return buckets
 
 
-def _bucket(layout: Layout, places: Sequence[TensorPlace]) -> Bucket:
-    pieces = tuple(_joined(_pieces(layout, shard, places)) for shard in range(len(layout.shards)))
-    return Bucket(tuple(place.index for place in places), pieces)
-
-
-def _pieces(layout: Layout, shard: int, places: Sequence[TensorPlace]) -> list[BufferRange]:
-    """The parts of these tensors that a shard holds, in bytes of its buffers."""
+def _pieces(layout: Layout, shard: int, places: Sequence[TensorPlace]) -> tuple[BufferRange, ...]:
+    """The parts of these tensors that a shard holds, in bytes of its buffers, as few as there can be."""
     found = []
     for buffer, segment in enumerate(layout.shards[shard]):
         item = ITEM_SIZES[segment.dtype]
@@ -73,12 +72,8 @@ def _pieces(layout: Layout, shard: int, places: Sequence[TensorPlace]) -> list[B
             start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
             if place.info.dtype == segment.dtype and start < stop:
                 found.append(BufferRange(buffer, (start - segment.start) * item, (stop - segment.start) * item))
-    return sorted(found, key=lambda piece: (piece.buffer, piece.start))
-
-
-def _joined(pieces: Sequence[BufferRange]) -> tuple[BufferRange, ...]:
     result: list[BufferRange] = []
-    for piece in pieces:
+    for piece in sorted(found, key=lambda piece: (piece.buffer, piece.start)):
         last = result[-1] if result else None
         if last is not None and (last.buffer, last.stop) == (piece.buffer, piece.start):
             result[-1] = BufferRange(piece.buffer, last.start, piece.stop)
@@ -128,7 +123,7 @@ class BucketScheduler:
     ) -> None:
         self._buckets = [tuple(bucket) for bucket in buckets]
         self._launch, self._stamp, self._in_order = launch, stamp, in_order
-        self._differs = differs or self._has_other_stamps
+        self._differs = differs or (lambda number: self._stamps[number] != self._stamps_of(number))
         self._early = len(self._buckets) - hold_last  # buckets that may leave during backward
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self.start_over()
@@ -166,9 +161,6 @@ class BucketScheduler:
     def changed(self) -> list[int]:
         """Launched buckets with a gradient that has changed since."""
         return [number for number in self._stamps if self._differs(number)]
-
-    def _has_other_stamps(self, number: int) -> bool:
-        return self._stamps[number] != self._stamps_of(number)
 
     def _send(self, number: int) -> None:
         self._stamps[number] = self._stamps_of(number)

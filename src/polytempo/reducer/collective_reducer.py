@@ -32,26 +32,25 @@ import torch
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
-from polytempo.device.device import Device
 from polytempo.errors import RankLost, UsageError
 from polytempo.profile_ranges import profiled
-from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
+from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.push import Measures, StepReport, no_steps
 from polytempo.protocol.training_troubles import ended_early, same_batches
 from polytempo.protocol.values import OptimizerSpec, number_of
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
+from polytempo.reducer.device_moves import device_of_all
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.gradient_mean import GradientMean
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.peer_messages import traffic_of
+from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer, SequencerClient
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.directives import Directive
 from polytempo.sync.events import Measured, Pushed
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import Spec
 from polytempo.transport.buffer_pool import Pool
 
 #: Bytes of a bucket.
@@ -149,10 +148,19 @@ class BucketRounds:
         self._is_narrow = "float16" in layout.sizes  # sums must not be larger than means
         order = [place.index for place in sorted(layout.places, key=lambda place: -place.index)]
         buckets: list[Bucket] = [bucket for bucket in plan_buckets(layout, order, BUCKET) if bucket.pieces[0]]
-        self._parts = [_slices(layout, bucket, gradients, mean) for bucket in buckets]
+        self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each bucket, in the gradients and in the mean
+        for bucket in buckets:
+            parts = []
+            for piece in bucket.pieces[0]:
+                segment = layout.shards[0][piece.buffer]
+                item = ITEM_SIZES[segment.dtype]
+                part = slice(segment.start + piece.start // item, segment.start + piece.stop // item)
+                parts.append((gradients.tensors[segment.dtype][part], mean.tensors[segment.dtype][part]))
+            self._parts.append(parts)
         params = [bucket.params for bucket in buckets]
         self._scheduler = BucketScheduler(params, self._launch, gradients.stamp, in_order=True, hold_last=True)
         self.weight = 1.0  #: what this rank's gradients are expected to weigh
+        self.expected: Callable[[], float] | None = None  #: says it, before the first bucket of a round leaves
         self._total = float(voters.group.size)  # and those of all ranks together
         self._is_first = resumes_exactly  # and no total is known: it is scaled as later ones are
         self._start_over()
@@ -164,13 +172,10 @@ class BucketRounds:
 
     # While backward runs.
 
-    @property
-    def begun(self) -> bool:
-        """Have buckets of this round left?"""
-        return bool(self._tasks)
-
     def complete(self, index: int) -> None:
         """A gradient is in the flat buffer."""
+        if self.expected is not None and not self._tasks:
+            self.weight = self.expected()
         self._scheduler.complete(index)
 
     def launch(self, weight: float) -> None:
@@ -212,24 +217,19 @@ class BucketRounds:
                 found = self._step(ballot, changed, hyper)
                 break
             except RankLost as error:
-                if self._was_decided(error):
-                    found = self._outcome()
-                    break
+                if self.voters.form_again(error):  # the step is decided, if the vote that another rank has seen says so
+                    found = outcome(self.ballots())
+                    if not self._to_repeat(found) and not found.touched:
+                        break
                 self._start_over()
                 changed, ballot = frozenset(), replace(ballot, touched=ballot.touched or self._alike())
         self._start_over()
         if found.total and not found.skipped:
-            self._correct(found.total)
-            self._is_first = False
+            if found.total != self._total:  # sums were made for a total as in the step before; mostly it is the same
+                for _, target in (part for parts in self._parts for part in parts):
+                    target.mul_(self._total / found.total)
+            self._total, self._is_first = found.total, False
         return found
-
-    def _correct(self, total: float) -> None:
-        """Sums were made for a total as in the step before; mostly it is the same."""
-        if total != self._total:
-            for parts in self._parts:
-                for _, target in parts:
-                    target.mul_(self._total / total)
-        self._total = total
 
     def _step(self, ballot: Ballot, changed: frozenset[int], hyper: str) -> BallotOutcome:
         weight = 0.0 if ballot.skips or ballot.ran_out else ballot.weight
@@ -242,7 +242,6 @@ class BucketRounds:
             raise_difference(self.voters.group, hyper)
         repeated = self._to_repeat(found)
         if repeated or found.touched:
-            self._expect(found)
             for number in repeated:
                 self._fill(number, weight)
                 self.voters.world.wait(self._reduce(number, False))
@@ -252,62 +251,20 @@ class BucketRounds:
         return found
 
     def _to_repeat(self, found: BallotOutcome) -> Sequence[int]:
-        """Buckets to reduce again: changed on a rank, or scaled for another total where that matters."""
-        wrong = self._needs_total and found.total and not found.skipped and found.total != self._total
-        return range(len(self._parts)) if wrong else found.again
-
-    def _expect(self, found: BallotOutcome) -> None:
-        if self._needs_total and found.total and not found.skipped:
-            self._total = found.total
-
-    @property
-    def _needs_total(self) -> bool:
-        """float16 may overflow when it is scaled for another total, and the first round has none."""
-        return self._is_narrow or self._is_first
+        """Buckets to reduce again: changed on a rank, or all, where they were scaled for another total and that matters:
+        float16 may overflow when it is scaled anew, and the first round had no total."""
+        if found.skipped or found.total in (0, self._total) or not (self._is_narrow or self._is_first):
+            return found.again
+        self._total = found.total
+        return range(len(self._parts))
 
     def _vote(self, ballot: Ballot, changed: frozenset[int]) -> BallotOutcome:
         self.voters.vote(replace(ballot, changed=changed).pack(len(self._parts), self._count))
-        return self._outcome()
+        return outcome(self.ballots())
 
     def ballots(self) -> list[Ballot]:
         """Those of the last vote."""
         return [unpack(data, len(self._parts), self._count) for data in self.voters.ballots]
-
-    def _outcome(self) -> BallotOutcome:
-        return outcome(self.ballots())
-
-    # When a rank has died.
-
-    def _was_decided(self, error: RankLost) -> bool:
-        """Form the group again; is the step decided, by a vote that another rank has seen to its end?"""
-        if not self.voters.form_again(error):
-            return False
-        found = self._outcome()
-        if self._to_repeat(found) or found.touched:
-            self._expect(found)
-            return False
-        return True
-
-
-def _slices(
-    layout: Layout, bucket: Bucket, gradients: FlatBuffer, mean: FlatBuffer
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Where a bucket lies in the gradients and in the mean."""
-    found = []
-    for piece in bucket.pieces[0]:
-        dtype = layout.shards[0][piece.buffer].dtype
-        item, start = ITEM_SIZES[dtype], layout.shards[0][piece.buffer].start
-        part = slice(start + piece.start // item, start + piece.stop // item)
-        found.append((gradients.tensors[dtype][part], mean.tensors[dtype][part]))
-    return found
-
-
-def device_for(session: Session, params: Sequence[torch.Tensor]) -> Device | None:
-    """The device on which flat buffers lie: that of the parameters, where all ranks are on one host."""
-    places = {param.device for param in params}
-    if len(places) > 1 or len(session.world().hosts) > 1:
-        return None
-    return session.devices.of(places.pop())
 
 
 def gather_bytes(group: RankGroup, data: bytes, wait: Callable[[Task], object] = Task.wait) -> list[bytes]:
@@ -339,10 +296,11 @@ def raise_difference(group: RankGroup, text: str) -> None:
 class RuleByBallot:
     """The rule of a mode's rounds, run by each rank on the ballots of all: the same numbers, so the same decisions."""
 
-    def __init__(self, sync: str, members: Sequence[int]) -> None:
-        policy = parse_spec(sync).policy(len(members))
+    def __init__(self, sync: Spec, members: Sequence[int]) -> None:
+        policy = sync.policy(len(members))
         assert isinstance(policy, Barrier)
-        self._rule, self._began, self._step = policy.rule, time.monotonic(), 0
+        self._rule, self._step = policy.rule, 0
+        self.began = time.monotonic()  #: seconds since then, of the first rank that votes, are the rule's clock
         self._rule.start(0.0)
         if self._rule.weights:
             self._rule.weights = tuple((worker, 1.0) for worker in members)
@@ -351,10 +309,6 @@ class RuleByBallot:
     def directive(self) -> Directive | None:
         """What it says of the next round."""
         return self._rule.directive(starts=True)
-
-    def seconds(self) -> float:
-        """Since this rank's start; those of the first rank that votes are the rule's clock."""
-        return time.monotonic() - self._began
 
     def close(self, ranks: Sequence[int], ballots: Sequence[Ballot]) -> None:
         """A round has ended with the ballots of these ranks."""
@@ -382,11 +336,11 @@ class CollectiveReducer(Reducer):
         hooked: bool = True,
         beside: CollectiveReducer | None = None,
     ) -> None:
-        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        super().__init__(session, name, spec)
         self._warned = False  # of equal gradients
         self._ended: set[int] = set()  # ranks that have run out of data, as was said
         self._steps = self._count = 0  # of all rounds so far, and of the one under way
-        device = device_for(session, params)
+        device = device_of_all(session.devices, params) if len(session.world().hosts) == 1 else None
         self.copier = Copier(params, self.layout, device or Pool())
         result = FlatBuffer(self.layout, Pool(), pinned=False) if device is None else self.copier.landing
         self.mean = GradientMean(self.copier, result)
@@ -402,18 +356,19 @@ class CollectiveReducer(Reducer):
         own_memory = hooked and device is None
         self.hooks = GradientHooks(params, buffer, self._complete) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all ranks after a write by the script
-        self._blocks = parse_spec(spec.sync).averaging is not None
-        self._measured = parse_spec(spec.sync).capabilities.by_speed
+        self._blocks, self._measured = spec.parsed.capabilities.averages, spec.parsed.capabilities.by_speed
         members = spec.members or tuple(range(session.size))
         ruled = (self._blocks or self._measured) and self._clock is None
-        self._rule = RuleByBallot(spec.sync, members) if ruled else None
+        self._rule = RuleByBallot(spec.parsed, members) if ruled else None
         self._ballot, self._hyper, self._took = Ballot(0.0), "", 0.0  # of the round under way
         self._averages = True  # the round under way makes the mean; else `agree` has made it
-        self._expected: Callable[[], float] | None = None  # what the next push will weigh
 
     def _start(self, params: Sequence[torch.Tensor]) -> None:
         """Check that all ranks optimize the same, and start from the values of the first."""
-        group, text = self.voters.group, _described(self.spec)
+        group, spec = self.voters.group, self.spec
+        head = [f"sync {spec.sync}", f"optimizer {spec.optimizer}", f"clip_norm {spec.clip_norm}"]
+        tensors = [f"parameter {t.name} of {t.dtype}{list(t.shape)} in group {t.group}" for t in spec.tensors]
+        text = "\n".join([*head, f"{len(tensors)} parameters", *tensors])
         if len(set(gather_bytes(group, digest_of(text).to_bytes(8, "little")))) > 1:
             raise_difference(group, text)
         with torch.no_grad():
@@ -431,12 +386,10 @@ class CollectiveReducer(Reducer):
 
     def _complete(self, index: int) -> None:
         if self.sending:
-            if self._expected is not None and not self._rounds.begun:
-                self._rounds.weight = self._expected()
             self._rounds.complete(index)
 
     def expect(self, weight: Callable[[], float]) -> None:
-        self._expected = weight
+        self._rounds.expected = weight
 
     # A step.
 
@@ -459,7 +412,7 @@ class CollectiveReducer(Reducer):
             gradient=measures.gradient_digest,
             loss=measures.loss,
             lr=measures.lr,
-            seconds=self._rule.seconds() if self._rule is not None else 0.0,
+            seconds=time.monotonic() - self._rule.began if self._rule is not None else 0.0,
             work=measures.work if self._measured else None,
             computed=measures.computed,
             drawn=measures.drawn,
@@ -499,7 +452,7 @@ class CollectiveReducer(Reducer):
         return self.mean.skipped
 
     def join(self) -> bool:
-        if self._clock is not None and self.session.client is not None:  # the sequencer waits for this rank, too
+        if self._clock is not None:  # the sequencer waits for this rank, too
             self._clock.wait_for(self.step)
             self._clock.push(StepReport(), no_steps(), self.traffic())
             self._clock.step += 1
@@ -510,37 +463,31 @@ class CollectiveReducer(Reducer):
         found = self._finish(ballot, hyper)
         self.copier.watch.touched = ""
         if found.alike is not None and self._clock is None and not self._warned:  # else the sequencer warns
-            self._warn_alike(*(self.voters.voted[index] for index in found.alike))
+            self._warned = True
+            one, other = (self.voters.voted[index] for index in found.alike)
+            if self.session.rank == min(one, other):
+                sys.stderr.write(f"polytempo: {same_batches(one, other, self.step)}\n")
+                sys.stderr.flush()
 
     def _finish(self, ballot: Ballot, hyper: str) -> BallotOutcome:
         found = self._rounds.finish(ballot, hyper)
         if found.ended and self._clock is None and not self._measured:  # else the sequencer warns
-            self._warn_ended({self.voters.voted[index] for index in found.ended})
+            ended = {self.voters.voted[index] for index in found.ended}
+            behind, left = sorted(ended - self._ended), sorted(set(self.voters.voted) - ended)
+            self._ended |= ended
+            if behind and self.session.rank == left[0]:  # of those that go on one says it, once for each
+                sys.stderr.write(f"polytempo: {ended_early(behind, self._steps, len(left))}\n")
+                sys.stderr.flush()
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
         if self._rule is not None and not found.over:
             self._rule.close(self.voters.voted, self._rounds.ballots())
         return found
 
-    def _warn_ended(self, ended: set[int]) -> None:
-        """Say once for each rank that it has run out of data; the lowest of those that go on does."""
-        behind, left = sorted(ended - self._ended), sorted(set(self.voters.voted) - ended)
-        self._ended |= ended
-        if behind and self.session.rank == left[0]:
-            sys.stderr.write(f"polytempo: {ended_early(behind, self._steps, len(left))}\n")
-            sys.stderr.flush()
-
-    def _warn_alike(self, one: int, other: int) -> None:
-        self._warned = True
-        if self.session.rank == min(one, other):
-            sys.stderr.write(f"polytempo: {same_batches(one, other, self.step)}\n")
-            sys.stderr.flush()
-
     def groups(self) -> list[RankGroup]:
         return [self.voters.group]
 
     def traffic(self) -> tuple[int, int]:
-        sent = sum(link.payload_sent for link in self.voters.world.engine.messages.links.values())
-        return sent, self.voters.world.engine.messages.payload_received
+        return traffic_of(self.voters.world.engine)
 
     def handed(self) -> int:
         return self.voters.world.engine.messages.handed[self.voters.group.context]
@@ -548,10 +495,3 @@ class CollectiveReducer(Reducer):
 
 def _lines(hyper: tuple[dict[str, Any], ...]) -> str:
     return "\n".join(f"{key}={value!r} in group {i}" for i, group in enumerate(hyper) for key, value in group.items())
-
-
-def _described(spec: OptimizerSpec) -> str:
-    """What must be the same on all ranks, a line each."""
-    head = [f"sync {spec.sync}", f"optimizer {spec.optimizer}", f"clip_norm {spec.clip_norm}"]
-    tensors = [f"parameter {t.name} of {t.dtype}{list(t.shape)} in group {t.group}" for t in spec.tensors]
-    return "\n".join([*head, f"{len(tensors)} parameters", *tensors])

@@ -4,7 +4,7 @@ One flat tensor a dtype holds all gradients in the layout's order, so that each 
 host that memory is shared, and the servers read it in place. A parameter's `.grad` becomes a view of the buffer once it was
 copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the buffer. New values go
 from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, they
-pass through the flat tensor, which is free by then. Parameters on a GPU are staged (`host_staging.py`).
+pass through the flat tensor, which is free by then. Parameters on a GPU are staged (`device_moves.py`).
 
 Given a `Device` for memory, flat tensors lie on it, in memory that other processes map (`FlatBuffer.ranges`). Then gradients
 and new values each have a flat buffer: new values are in `Copier.landing` when `land` copies them, and no bytes pass through
@@ -14,7 +14,7 @@ the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -25,8 +25,15 @@ from polytempo.device.pinned_memory import HostPins
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.device_moves import DeviceMoves, copy_together, is_permuted, largest, shaped_like
-from polytempo.reducer.host_staging import HostStaging, staging_for
+from polytempo.reducer.device_moves import (
+    Copies,
+    copy_together,
+    gather_views,
+    is_permuted,
+    largest,
+    shaped_like,
+    staging_for,
+)
 from polytempo.reducer.parameter_watch import ParameterWatch
 from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name, is_same
 from polytempo.transport.buffer_pool import Pool
@@ -112,16 +119,6 @@ class FlatBuffer:
         """Give views the strides of these parameters where that does not change the order of elements: copies are straight
         then."""
         self.views = {index: shaped_like(self._view(index), params[index]) for index in self.views}
-
-    @property
-    def place(self) -> torch.device:
-        """Where it lies."""
-        return next((flat.device for flat in self.tensors.values()), torch.device("cpu"))
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of device memory in it."""
-        return sum(memory.nbytes for memory in self.ranges.values())
 
     def is_in_place(self, index: int) -> bool:
         """Does a view still lie in here? As `.grad` of a parameter it may have been given other memory: through `.data`, or
@@ -227,12 +224,13 @@ class Copier:
             # Pushes under way must not change, and on a device servers write new values while gradients are read.
             shared = slots == 1 and not self.on_device
             self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
+        self._every = list(dict.fromkeys((*self._buffers, self.landing)))
         self._turn = 0
         self._order = [place.index for place in layout.places]
-        self._moves = DeviceMoves(self.params, self._order, self.watch)
+        self._landings = Copies(())  # what `land` makes
         self._spare: FlatBuffer | None = None  # pinned, for values of a GPU that are looked at here, once there were some
         if self.staging is not None and self.staging.pins is not None and not pinned:
-            for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
+            for buffer in self._every:
                 buffer.pin(self.staging.pins)
         self.find_places()
 
@@ -241,12 +239,29 @@ class Copier:
         if self.staging is not None:
             self.staging.find_places()
             return
-        if not self.on_device:
-            self._direct, self._indirect = self._targets()
+        if self.on_device:
+            for one in self._every:
+                one.take_forms(self.params)
+            self._landings = Copies((self.params[index].detach(), self.landing.views[index]) for index in self._order)
             return
-        for buffer in {id(one): one for one in (*self._buffers, self.landing)}.values():
-            buffer.take_forms(self.params)
-        self._moves.land_from(self.landing.views)
+        buffer = self.landing
+        # The parameters that pass through the flat tensor; and for each shard and dtype, where its values go.
+        self._indirect = [i for i in self._order if not self.params[i].is_contiguous()]
+        self._direct: list[list[list[torch.Tensor]]] = []
+        for index in self._order:
+            buffer.view(index)  # made anew, if as `.grad` it went along with its parameter
+        for segments in self.layout.shards:
+            of_shard: list[list[torch.Tensor]] = []
+            for segment in segments:
+                targets = []
+                for place in self.layout.places:
+                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
+                    if place.info.dtype == segment.dtype and start < stop:
+                        passes = place.index in self._indirect
+                        source = buffer.views[place.index] if passes else self.params[place.index].detach()
+                        targets.append(source.view(-1)[start - place.start : stop - place.start])
+                of_shard.append(targets)
+            self._direct.append(of_shard)
 
     @property
     def on_gpu(self) -> bool:
@@ -256,29 +271,9 @@ class Copier:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory in its flat buffers."""
-        staged = self.staging.device_bytes if self.staging is not None else 0
-        return staged + sum({id(one): one.device_bytes for one in (*self._buffers, self.landing)}.values())
-
-    def _targets(self) -> tuple[list[list[list[torch.Tensor]]], list[int]]:
-        """For each shard and dtype, where its values go; and the parameters that pass through the flat tensor."""
-        buffer = self.landing
-        indirect = [i for i in self._order if not self.params[i].is_contiguous()]
-        for index in self._order:
-            if not buffer.is_in_place(index):  # as `.grad` it went along with its parameter
-                buffer.renew(index)
-        direct: list[list[list[torch.Tensor]]] = []
-        for segments in self.layout.shards:
-            of_shard: list[list[torch.Tensor]] = []
-            for segment in segments:
-                targets = []
-                for place in self.layout.places:
-                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
-                    if place.info.dtype == segment.dtype and start < stop:
-                        source = buffer.views[place.index] if place.index in indirect else self.params[place.index].detach()
-                        targets.append(source.view(-1)[start - place.start : stop - place.start])
-                of_shard.append(targets)
-            direct.append(of_shard)
-        return direct, indirect
+        staged = self.staging.twin.values() if self.staging is not None else ()
+        own = [memory.nbytes for one in self._every for memory in one.ranges.values()]
+        return sum(own) + sum(int(flat.nbytes) for flat in staged)
 
     def look(self, compare: bool = True) -> bool:
         """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
@@ -295,29 +290,24 @@ class Copier:
     def gather(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
         """Copy `of(param)` of every parameter into a flat buffer; where it is None, zeros. Returns those parameters."""
         if buffer.on_device:
-            return self._moves.gather(buffer.views, of)
-        if self.staging is not None:
-            return self._gather_staged(self.staging, buffer, of)
-        return self._gather_here(self._order, buffer, of)
-
-    def _gather_staged(
-        self, staging: HostStaging, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> tuple[int, ...]:
-        absent, finite = staging.gather(of, buffer.tensors)
-        buffer.filled(staging.staged, finite)
-        return (*absent, *self._gather_here(staging.others, buffer, of))
+            return gather_views(buffer.views, self.params, self._order, of)
+        if self.staging is None:
+            return self._gather_here(self._order, buffer, of)
+        absent = self.staging.collect(of)
+        buffer.filled(self.staging.staged, self.staging.fetch(buffer.tensors))
+        return (*absent, *self._gather_here(self.staging.others, buffer, of))
 
     def collect(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
         """As `gather`, of parameters on a GPU, for what goes on there: values are in the twin of the buffer. They are in the
         buffer, too, where one of them is not finite: for the report of it."""
         assert self.staging is not None
         absent = self.staging.collect(of)
-        finite = self.staging.is_finite()
+        finite = self.staging.fetch()
         if not finite:
             self.staging.fetch(buffer.tensors)
         buffer.filled(self.staging.staged, finite)
         buffer.in_twin = True
-        return tuple(absent)
+        return absent
 
     def _gather_here(
         self, order: Sequence[int], buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]
@@ -353,7 +343,12 @@ class Copier:
         self.watch.see_writes()
         if self.staging is not None:
             self.staging.scatter(parts)
-            self._scatter_others(self.staging.others, parts)
+            if self.staging.others:
+                self.landing.changed_all()
+                self._receive(parts)
+                with torch.no_grad():
+                    for index in self.staging.others:
+                        self.params[index].detach().copy_(self.landing.views[index])
             self.watch.record()
             return
         buffer = self.landing
@@ -380,18 +375,12 @@ class Copier:
         torch._foreach_neg_(views)
         torch._foreach_add_(views, [values[index] for index in range(len(views))])
 
-    def _scatter_others(self, others: Sequence[int], parts: dict[int, list[Bytes]]) -> None:
-        """Values of parameters that are not on the GPU of the others."""
-        if others:
-            self.landing.changed_all()
-            self._receive(parts)
-            with torch.no_grad():
-                for index in others:
-                    self.params[index].detach().copy_(self.landing.views[index])
-
     def land(self) -> None:
         """New values that are in `landing`, on a device, into the parameters: on the current stream."""
-        self._moves.land()
+        self.watch.see_writes()
+        with torch.no_grad():
+            self._landings.make()
+        self.watch.record()
 
     def _receive(self, parts: dict[int, list[Bytes]]) -> None:
         """Bytes that have come through the host into `landing`."""
@@ -403,17 +392,13 @@ class Copier:
 
     def holds(self, parts: dict[int, list[Bytes]]) -> bool:
         """Are these the values of the parameters?"""
-        values = self.here(lambda param: param.detach())
-        for shard, buffers in parts.items():
-            for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
-                given = as_tensor(data, segment.dtype)
-                for place in self.layout.places:
-                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
-                    if place.info.dtype == segment.dtype and start < stop:
-                        own = values[place.index].reshape(-1)[start - place.start : stop - place.start]
-                        if not is_same(own, given[start - segment.start : stop - segment.start]):
-                            return False
-        return True
+        own = FlatBuffer(self.layout, Pool())
+        self.gather(own, lambda param: param.detach())
+        return all(
+            is_same(as_tensor(mine, segment.dtype), as_tensor(given, segment.dtype))
+            for shard, buffers in parts.items()
+            for segment, mine, given in zip(self.layout.shards[shard], own.parts[shard], buffers, strict=True)
+        )
 
     def here(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """`of(param)` of each parameter that has it, in host memory: itself, or from a GPU a copy that stays until the next
@@ -449,21 +434,18 @@ class Copier:
 
     def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""
+        self.landing.changed_all()
         if self.staging is None or self.staging.others:
             self._receive(parts)
         if self.staging is None:
-            self.land_gradients(absent)
+            self.assign_gradients(self.landing.views, absent)
             return
         mark = self.staging.spread(parts)
-        self._land_gradients(absent, self.landing.views | self.staging.views)
+        self.assign_gradients(self.landing.views | self.staging.views, absent)
         mark.wait()
 
-    def land_gradients(self, absent: Sequence[int]) -> None:
-        """The same with gradients that are in `landing`."""
-        self._land_gradients(absent, self.landing.views)
-
-    def _land_gradients(self, absent: Sequence[int], views: dict[int, torch.Tensor]) -> None:
-        self.landing.changed_all()
+    def assign_gradients(self, views: Mapping[int, torch.Tensor], absent: Sequence[int]) -> None:
+        """Copy what is in these views into `.grad` of every parameter, and set it to None where it is absent."""
         pairs = []
         for index in self._order:
             param = self.params[index]

@@ -29,21 +29,15 @@ def gradient_digest(params: Iterable[torch.Tensor]) -> int:
     """A digest by which workers that read the same batches are found; 0 where gradients are missing, zero or sparse."""
     grads = [p.grad.detach() for p in params if p.grad is not None and p.grad.layout == torch.strided]
     parts = [grad.reshape(-1)[:ELEMENTS] for grad in grads]
-    if parts and parts[0].is_cuda:
-        parts = _to_host(parts)
+    if parts and parts[0].is_cuda:  # by one transfer
+        together = torch.cat([part.contiguous().view(torch.uint8) for part in parts]).cpu()
+        pieces = together.split([part.numel() * part.element_size() for part in parts])
+        parts = [piece.clone().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     nonzero = any(bool(part.any()) for part in parts)
     return int.from_bytes(digest.digest(), "little") >> 1 if nonzero else 0
-
-
-def _to_host(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of flat tensors of one device, by one transfer."""
-    together = torch.cat([part.contiguous().view(torch.uint8) for part in parts]).cpu()
-    sizes = [part.numel() * part.element_size() for part in parts]
-    pieces = together.split(sizes)
-    return [piece.clone().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
 
 
 class DelayedCheck:

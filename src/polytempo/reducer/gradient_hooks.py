@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,31 @@ class ReferenceCounts:
         return sys.getrefcount(self._buffer.views[index]) <= self._views_at_rest[index]
 
 
+class HearsCompletion(Protocol):
+    """Wants to hear of gradients."""
+
+    def complete(self, index: int) -> None:
+        """Backward has made this parameter's gradient."""
+
+
+def tell_completion(params: Sequence[torch.Tensor], indices: Sequence[int], hears: HearsCompletion) -> None:
+    """Hooks of these parameters, which do not keep an optimizer alive that the script has dropped. They are optional: a
+    gradient that appears without a call is taken at `step()`."""
+    reference = weakref.ref(hears)
+
+    def hook(index: int) -> Callable[[torch.Tensor], None]:
+        def complete(param: torch.Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                owner.complete(index)
+
+        complete.optional = True  # type: ignore[attr-defined]
+        return complete
+
+    for index in indices:
+        params[index].register_post_accumulate_grad_hook(hook(index))
+
+
 class GradientHooks:
     """The parameters of one optimizer whose gradients live in a flat buffer.
 
@@ -66,10 +92,8 @@ class GradientHooks:
         self._buffer = buffer
         self._references = ReferenceCounts(buffer, self._may)
         self.on_complete = on_complete
-        hook = _hook(weakref.ref(self))
-        for index in self._may:
-            if params[index].requires_grad:
-                params[index].register_post_accumulate_grad_hook(hook(index))
+        self.indices = [index for index in self._may if params[index].requires_grad]  #: of gradients that the hooks copy
+        tell_completion(params, self.indices, self)
 
     def complete(self, index: int) -> None:
         """Backward has made this parameter's gradient."""
@@ -97,10 +121,6 @@ class GradientHooks:
         """Parameters were moved: some may have other strides now, or the usual ones again."""
         self._active = {index for index in self._may if self._params[index].is_contiguous()}
 
-    def indices(self) -> list[int]:
-        """The parameters whose gradients the hooks copy."""
-        return [index for index in self._may if self._params[index].requires_grad]
-
     def adopt(self) -> None:
         """Make `.grad` the view where `step()` has copied a gradient into the buffer: it need not be copied again."""
         for index in self._active:
@@ -111,39 +131,5 @@ class GradientHooks:
                 param.grad = view
 
 
-class CompletionHooks:
-    """Hooks that only say that a parameter's gradient is complete: of parameters on a GPU.
-
-    Args:
-        params: All parameters.
-        on_complete: Called with a parameter's index.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor], on_complete: Callable[[int], None]) -> None:
-        self.complete = on_complete
-        self.indices = [index for index, param in enumerate(params) if param.requires_grad]  #: that have one
-        hook = _hook(weakref.ref(self))
-        for index in self.indices:
-            params[index].register_post_accumulate_grad_hook(hook(index))
-
-
 def _fits(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
     return grad is not None and grad.layout == torch.strided and grad.dtype == view.dtype and not grad.requires_grad
-
-
-def _hook(
-    hooks: weakref.ref[GradientHooks] | weakref.ref[CompletionHooks],
-) -> Callable[[int], Callable[[torch.Tensor], None]]:
-    """Hooks that do not keep an optimizer alive which the script has dropped. They are optional: a gradient that appears
-    without a call is taken at `step()`."""
-
-    def of(index: int) -> Callable[[torch.Tensor], None]:
-        def complete(param: torch.Tensor) -> None:
-            owner = hooks()
-            if owner is not None:
-                owner.complete(index)
-
-        complete.optional = True  # type: ignore[attr-defined]
-        return complete
-
-    return of

@@ -1,4 +1,19 @@
-"""The mean of all models, for the one worker that asks; and the values that leaving workers hand over.
+"""A worker's model among those of others: as a message, in a sum of several, and the mean of all.
+
+A message is the values of all parameters and their push-sum weight:
+
+    values of each dtype, one flat tensor after another | weight and mark (float64)
+
+The mark says what the message is for, where its tag does not. A cast ("bf16", "fp16") sends wider values in two bytes each.
+A sender knows what its neighbours got: the message itself. It takes exactly that away from its own values, so that rounding
+moves no mass.
+
+The sum that a worker mixes in a step is x = P_ii x_i + sum of P_ij x_j, and the push-sum weight alike; the model is x / w.
+Parts are added in the order of ranks, the worker's own among them, so that workers which mix the same parts at the same
+weights get the same bits. Halves (float16, bfloat16) are added up in float32. What left this worker is taken away as it was
+sent: after a cast x_i - sum of P_ji q_i, where q_i is the message, so that sums over all workers are kept.
+
+The mean of all models is for the one worker that asks:
 
     read        a worker asks all others for their (x, w); each answers from a thread with the values of its last finished
                 step. The mean is the sum of x over the sum of w. Nothing changes by it, so one worker may look alone.
@@ -7,7 +22,7 @@
     hand over   a worker that finishes gives its (x, w) to the lowest rank that is there, which takes them into its own in
                 its next step: sums over all workers are kept. From then on it has weight 0
 
-Values travel in full here, whatever cast the steps use.
+Values travel in full for both, whatever cast the steps use.
 """
 
 from __future__ import annotations
@@ -18,22 +33,112 @@ from dataclasses import dataclass
 
 import torch
 
-from polytempo.protocol.layout import Layout
+from polytempo.compression.chain import CASTS
+from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.mixing import MixingSum
-from polytempo.reducer.model_message import ModelMessage
-from polytempo.reducer.neighbour_links import LAST_WORDS, NeighbourLinks
-from polytempo.reducer.request_service import RequestService
+from polytempo.reducer.peer_messages import LAST_WORDS, NeighbourLinks, RequestService
+from polytempo.reducer.shared_memory_reducer import aligned
+from polytempo.server.pull_compression import Flats
 from polytempo.transport.deadline import Deadline
 
+#: Bytes behind the values of a message: a weight, and a mark.
+TRAILER = 16
+#: A weight as close to 1 as this is 1: sums of rounded shares are not quite, and then nothing is divided.
+CLOSE = 1e-12
 #: Tags of messages: steps are counted from 0.
 FIRST_VALUES, READ, ANSWER, HAND_OVER, AVERAGE = -1, -2, -3, -4, -5
-
 #: Seconds in which a worker that is behind the asker may catch up, before it answers as it is.
 PATIENCE = 2.0
 
+
+class ModelMessage:
+    """Memory for one message, used again and again. `cast`: a name of `CASTS`, or empty."""
+
+    def __init__(self, layout: Layout, cast: str = "") -> None:
+        kinds: dict[str, torch.dtype] = {dtype: getattr(torch, dtype) for dtype in layout.sizes}
+        if cast:
+            kinds |= {dtype: CASTS[cast] for dtype in layout.sizes if ITEM_SIZES[dtype] > CASTS[cast].itemsize}
+        starts, size = {}, 0
+        for dtype, length in layout.sizes.items():
+            starts[dtype] = size = aligned(size)
+            size += length * kinds[dtype].itemsize
+        size = -(-size // TRAILER) * TRAILER
+        self.data = torch.zeros(size + TRAILER, dtype=torch.uint8)  #: what is sent
+        self.flats: Flats = {
+            dtype: self.data[start : start + layout.sizes[dtype] * kinds[dtype].itemsize].view(kinds[dtype])
+            for dtype, start in starts.items()
+        }
+        self._trailer = self.data[size:].view(torch.float64)
+
+    @property
+    def weight(self) -> float:
+        """The push-sum weight of these values."""
+        return float(self._trailer[0])
+
+    @property
+    def mark(self) -> int:
+        """What the message is for."""
+        return int(self._trailer[1])
+
+    @mark.setter
+    def mark(self, mark: int) -> None:
+        self._trailer[1] = mark
+
+    def fill(self, values: Flats, weight: float, mark: int = 0) -> None:
+        """Take these values, cast where that is to be."""
+        for dtype, flat in self.flats.items():
+            if flat.data_ptr() != values[dtype].data_ptr():  # else they lie in here
+                flat.copy_(values[dtype])
+        self._trailer[0], self._trailer[1] = weight, mark
+
+    def add(self, other: ModelMessage) -> None:
+        """Add values and weight of another."""
+        for dtype, flat in self.flats.items():
+            flat.add_(other.flats[dtype])
+        self._trailer[0] += other.weight
+
+
 #: Fills a message with this worker's x and w. Called under the lock.
 FillMessage = Callable[[ModelMessage], None]
+
+
+class MixingSum:
+    """Adds up the parts of one step, into the memory of `target` where its dtype allows."""
+
+    def __init__(self, target: FlatBuffer) -> None:
+        self._target = target
+        self._total: Flats = {
+            dtype: flat if flat.element_size() > 2 else torch.empty_like(flat, dtype=torch.float32)
+            for dtype, flat in target.tensors.items()
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Begin with nothing."""
+        self.weight, self._empty = 0.0, True
+
+    def add(self, values: Flats, weight: float, share: float) -> None:
+        """Add a share of these values and of their weight."""
+        for dtype, total in self._total.items():
+            if not self._empty:
+                total.add_(values[dtype], alpha=share)
+            elif values[dtype].dtype == total.dtype:
+                torch.mul(values[dtype], share, out=total)
+            else:
+                total.copy_(values[dtype]).mul_(share)
+        self.weight, self._empty = self.weight + share * weight, False
+
+    def finish(self) -> float:
+        """Make `target` the model; the weight of its values."""
+        if abs(self.weight - 1.0) <= CLOSE:
+            self.weight = 1.0
+        for dtype, total in self._total.items():
+            if self.weight != 1.0:
+                total.div_(self.weight)
+            if total is not self._target.tensors[dtype]:
+                self._target.tensors[dtype].copy_(total)
+        self._target.changed_all()
+        return self.weight
 
 
 @dataclass(frozen=True, eq=False)

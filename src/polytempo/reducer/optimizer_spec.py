@@ -18,8 +18,8 @@ from polytempo.optim.asup import AsuP
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.reducer.flat_buffer import describe
 from polytempo.server.optimizer_state import as_bytes, check_optimizer
+from polytempo.sync import momentum
 from polytempo.sync.compatibility import Feature, check_features
-from polytempo.sync.momentum import BARE
 from polytempo.sync.spec import Spec
 
 #: Types of hyper-parameters that a message can have, beside tuples of these and tensors of one element.
@@ -50,7 +50,7 @@ class HyperParameters:
     def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
         plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
         if self._bare:
-            plain |= BARE
+            plain |= momentum.BARE
         if not self._spec.mode.rule:
             return plain
         names = self._spec.rule_options
@@ -59,7 +59,6 @@ class HyperParameters:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A hyper-parameter as plain data."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, PLAIN):
@@ -89,7 +88,6 @@ class SpecBuilder:
         self._fallback = fallback
         #: Modes that the optimizer could not be given, for the advice at the end of a job.
         self.refused: tuple[str, ...] = ()
-        self._started: str | None = None  # digested once, before the first step
 
     def check(self, here: bool, together: bool, among_workers: bool) -> None:
         """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
@@ -106,12 +104,6 @@ class SpecBuilder:
         }
         check_features(self._spec, wanted, optimizer=type(self._inner).__name__, compression=self._compression.push.text)
 
-    def _start(self) -> str:
-        """A digest of the wrapped optimizer's initial state: replicas that start from different states drift apart."""
-        if self._started is None:
-            self._started = f" with state {_digest(self._inner.state_dict()['state'])}" if self._inner.state else ""
-        return self._started
-
     def describe(
         self, params: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[int], chosen: Iterable[int]
     ) -> tuple[TensorInfo, ...]:
@@ -125,8 +117,10 @@ class SpecBuilder:
         """The spec; `special`: "peers" or "mean", where servers do not hold the values."""
         on_server = self._apply == "server" and not special
         name = ""
-        if special == "peers":  # each worker keeps its own, and all must begin alike
-            name = type(self._inner).__name__ + self._start()
+        if special == "peers":  # each worker keeps its own, and all must begin alike: from different states they drift apart
+            name = type(self._inner).__name__
+            if self._inner.state:
+                name += f" with state {_digest(self._inner.state_dict()['state'])}"
         elif on_server and tensors:
             name = self._spec.mode.rule or check_optimizer(type(self._inner), self._spec.capabilities.rounds)
         filtered = (on_server or self._spec.capabilities.neighbours) and not self._compression.is_lossless

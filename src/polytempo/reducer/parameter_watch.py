@@ -93,7 +93,12 @@ class ParameterWatch:
             self._check_forms()
             self._find_places()
         elif compare and not self.touched:
-            self._compare()
+            for index, part, before in self._compared:
+                if part.tobytes() != before:
+                    raise UsageError(
+                        f"{self._infos[index].name} was written to through .data or NumPy, which torch does not count and "
+                        "the next step() would undo; call optimizer.push_parameters() after each such write"
+                    )
         return moved
 
     def _has_moved(self) -> bool:
@@ -120,14 +125,6 @@ class ParameterWatch:
                 )
             if not self.touched and not param.is_set_to(before) and not is_same(param.detach(), before):
                 self.touched = self._infos[index].name
-
-    def _compare(self) -> None:
-        for index, part, before in self._compared:
-            if part.tobytes() != before:
-                raise UsageError(
-                    f"{self._infos[index].name} was written to through .data or NumPy, which torch does not count and the "
-                    "next step() would undo; call optimizer.push_parameters() after each such write"
-                )
 
     def digests(self) -> bytes:
         """Eight bytes for the values of each parameter."""

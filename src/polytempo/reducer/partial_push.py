@@ -4,7 +4,7 @@ What is sent is a copy, since the gradient may change before `step()`. At `step(
 they were sent, and carries the rest: what was never sent, and what differs from the copy. A bucket that is sent again in the
 same step replaces the one before. A lost bucket is a lost push: the whole push is sent again.
 
-Buckets of parameters on a GPU are sent at the beginning of `step()`, as they arrive (`gpu_buckets.py`).
+Buckets of parameters on a GPU are sent at the beginning of `step()`, as they arrive (`device_exchange.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from polytempo.protocol.layout import Layout
 from polytempo.protocol.messages import PartialPush
 from polytempo.protocol.values import BufferRange, PushId, SentBucket
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets, rest_of
+from polytempo.reducer.device_exchange import GpuBuckets
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.gpu_buckets import GpuBuckets
 from polytempo.transport.channel import Bytes
 
 #: Bytes of a bucket.

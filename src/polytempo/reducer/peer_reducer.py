@@ -14,16 +14,13 @@ import torch
 from polytempo.client.client import BackgroundWait
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import JobEnded, UsageError
-from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import Answer
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import ClosedRound, OptimizerSpec, number_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.group_sums import GroupSums, RoundGroups
 from polytempo.reducer.peer_messages import PeerMessages
-from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.reducer import GroupValues, Reducer, SequencerClient
 from polytempo.reducer.round_sums import EndedRound, RoundSums
-from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.reducer.shared_memory_reducer import buffer_number
 from polytempo.reducer.shared_sums import SharedSums
 from polytempo.session.session import Session
@@ -34,7 +31,7 @@ class PeerReducer(Reducer):
     """The workers of a job with deadlines, each with values of its own that are all alike."""
 
     def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
-        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        super().__init__(session, name, spec)
         if session.job.incarnation:
             raise UsageError(
                 f"worker {session.rank} comes back to a job of {spec.sync} over all-reduce, whose workers have made their "
@@ -48,28 +45,23 @@ class PeerReducer(Reducer):
         self.copier = Copier(params, self.layout, Pool())
         self.messages = PeerMessages(world, self.answer.members, number_of(name))
         self.round_groups = RoundGroups(self.messages)
-        self.sums: RoundSums = self._shared() if session.job.meeting else GroupSums(self.messages, self.round_groups)
+        if session.job.meeting:
+            peers, members = session.local_peers(), self.answer.members
+            peers.meet(members)
+            heard = [(descriptor, self._hear) for descriptor, _ in self._clock.client.watched()]
+            number = buffer_number(session, name, spec)
+            self.sums: RoundSums = SharedSums(peers, members, number, self.layout, heard)
+        else:
+            self.sums = GroupSums(self.messages, self.round_groups)
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
         self.touched = ""  #: a parameter that the script has written to, which the next report tells
         self.given_up: Callable[[], bool] = lambda: False  #: does this worker leave the job, and wait for no answer?
         self._start_from(self.answer.shares[0].worker)
 
-    def _shared(self) -> SharedSums:
-        peers, members = self.session.local_peers(), self.answer.members
-        peers.meet(members)
-        number = buffer_number(self.session, self.name, self.spec)
-        heard = [(descriptor, self._hear) for descriptor, _ in self._clock.client.watched()]
-        return SharedSums(peers, members, number, self.layout, heard)
-
     def _hear(self) -> None:
         """Handle what has come from the servers; another optimizer's communication thread may do the same."""
         with self.session.lock:
             self._clock.client.poll()
-
-    @property
-    def answer(self) -> Answer:
-        """What came with the last release."""
-        return self.client_state.answer
 
     @property
     def last_round(self) -> EndedRound:
@@ -83,7 +75,6 @@ class PeerReducer(Reducer):
         return FlatBuffer(self.layout, Pool(), pinned=False)
 
     def _start_from(self, root: int) -> None:
-        """All workers take the values of one."""
         buffer, group = self.copier.next_buffer(), self.messages.group
         if self.session.rank == root:
             self.copier.gather(buffer, lambda param: param.detach())

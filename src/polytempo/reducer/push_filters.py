@@ -1,7 +1,7 @@
 """Push compression: what is sent of a push, through a chain with its residual for each segment of each shard.
 
 Chains lie where gradients are when they are pushed: for parameters on a GPU there, in the twin of the flat buffer
-(`host_staging.py`). Then only the encoded bytes are copied to the host, together.
+(`device_moves.py`). Then only the encoded bytes are copied to the host, together.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 from polytempo.compression.chain import CPU, ChainSpec, CompressionChain
 from polytempo.device.pinned_memory import pinned_bytes
-from polytempo.protocol.layout import Layout, Stretch
+from polytempo.protocol.layout import Layout
+from polytempo.reducer.device_moves import HostStaging
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.host_staging import HostStaging
 from polytempo.server.optimizer_state import as_tensor
 from polytempo.transport.channel import Bytes
 
@@ -52,26 +52,21 @@ class PushFilters:
         """What is sent of a push, for each shard."""
         if not self._chains:
             return buffer.parts
+        inputs = (self._inputs(shard, buffer) for shard in range(len(buffer.parts)))
         if self._staging is None:
-            return [
-                [data for chain, values in self._inputs(shard, buffer) for data in chain.encode(values)]
-                for shard in range(len(buffer.parts))
-            ]
-        encoded = [
-            [part for chain, values in self._inputs(shard, buffer) for part in chain.encode_tensors(values)]
-            for shard in range(len(buffer.parts))
-        ]
+            return [[data for chain, values in of_shard for data in chain.encode(values)] for of_shard in inputs]
+        encoded = [[part for chain, values in of_shard for part in chain.encode_tensors(values)] for of_shard in inputs]
         return fetched(encoded, self._staging)
 
     def _inputs(self, shard: int, buffer: FlatBuffer) -> list[tuple[CompressionChain, torch.Tensor]]:
-        stretches = zip(self._chains[shard], buffer.parts[shard], self._layout.shards[shard], strict=True)
-        return [(chain, self._values(data, s, buffer)) for chain, data, s in stretches]
-
-    def _values(self, data: Bytes, s: Stretch, buffer: FlatBuffer) -> torch.Tensor:
-        if self._staging is not None and buffer.in_twin:
-            return self._staging.twin[s.dtype][s.start : s.stop]
-        values = as_tensor(data, s.dtype)
-        return values if self._staging is None else values.to(self._staging.place)
+        inputs = []
+        for chain, data, s in zip(self._chains[shard], buffer.parts[shard], self._layout.shards[shard], strict=True):
+            if self._staging is not None and buffer.in_twin:
+                inputs.append((chain, self._staging.twin[s.dtype][s.start : s.stop]))
+                continue
+            values = as_tensor(data, s.dtype)
+            inputs.append((chain, values if self._staging is None else values.to(self._staging.place)))
+        return inputs
 
     # The residual of the whole model, in its flat order, so that any number of servers can go on with it.
 
@@ -97,8 +92,9 @@ class PushFilters:
 def fetched(encoded: Sequence[Sequence[torch.Tensor]], staging: HostStaging) -> list[list[Bytes]]:
     """The bytes of tensors on a GPU, in one block of pinned memory that is theirs."""
     sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for parts in encoded for part in parts]
-    block, start = pinned_bytes(sum(sizes)) if staging.pins is not None else bytes_of_host(sum(sizes)), 0
+    block: Bytes = torch.empty(sum(sizes), dtype=torch.uint8).numpy() if staging.pins is None else pinned_bytes(sum(sizes))
     result: list[list[Bytes]] = []
+    start = 0
     staging.copies.follow()
     for parts in encoded:
         result.append([])
@@ -110,9 +106,3 @@ def fetched(encoded: Sequence[Sequence[torch.Tensor]], staging: HostStaging) -> 
                 staging.copies.copy(torch.from_numpy(data), part.view(torch.uint8))
     staging.copies.mark().wait()
     return result
-
-
-def bytes_of_host(size: int) -> Bytes:
-    """Memory that is not pinned."""
-    block: Bytes = torch.empty(size, dtype=torch.uint8).numpy()
-    return block

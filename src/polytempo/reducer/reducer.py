@@ -18,25 +18,114 @@ hooks. A round is begun and finished apart there, with local steps in between wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from polytempo.client.client_state import ClientState
+from polytempo.client.client import Client
+from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.collectives.group import RankGroup
-from polytempo.protocol.layout import Layout
-from polytempo.protocol.push import Measures
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.layout import Layout, lay_out
+from polytempo.protocol.messages import Answer, Push
+from polytempo.protocol.push import FirstValues, Measures, StepReport
+from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import Session
 from polytempo.sync.directives import Directive, NextBlock
+from polytempo.transport.channel import Bytes
 
 #: The hyper-parameters of all parameter groups.
 GroupValues = tuple[dict[str, Any], ...]
+#: These optimizers only read gradients, so they may be given the mean where it lies; their foreach forms may write.
+READERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
+
+
+class GradientMean:
+    """The mean gradient of a round, in a flat buffer, on which every worker runs the wrapped optimizer itself."""
+
+    def __init__(self, copier: Copier, buffer: FlatBuffer) -> None:
+        self._copier, self.buffer = copier, buffer
+        self._copies: dict[int, torch.Tensor] = {}
+        self.absent: tuple[int, ...] = ()  #: parameters that had no gradient on any worker
+        self.skipped = False  #: a worker skipped the round, and so did all: there is no mean
+
+    def assign(self) -> None:
+        """Make `.grad` of every parameter the mean, which the script may change."""
+        self._copier.assign_gradients(self.buffer.views, self.absent)
+
+    @contextmanager
+    def as_gradients(self, in_place: bool) -> Iterator[None]:
+        """Inside, `.grad` of every parameter is the mean: the buffer itself (read only), or a copy that may be changed."""
+        params = self._copier.params
+        own = [param.grad for param in params]
+        for index, param in enumerate(params):
+            mean = self.buffer.views[index]
+            if not in_place:
+                if index not in self._copies:
+                    self._copies[index] = torch.empty_like(param)
+                mean = self._copies[index].copy_(mean)
+            param.grad = None if index in self.absent else mean
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, own, strict=True):
+                param.grad = grad
+
+    def forget_copies(self) -> None:
+        """Parameters were moved: copies are made anew, like them."""
+        self._copies.clear()
+
+    def may_read_in_place(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Does this optimizer leave the gradients as they are? On a device the mean is this worker's own, to be changed."""
+        if self.buffer.on_device:
+            pairs = ((self.buffer.views[index], param) for index, param in enumerate(self._copier.params))
+            return all(view.device == param.device and view.stride() == param.stride() for view, param in pairs)
+        plain = not any(group.get("foreach") for group in optimizer.param_groups)
+        usual = all(param.device.type == "cpu" and param.is_contiguous() for param in self._copier.params)
+        return plain and usual and type(optimizer) in READERS
+
+
+class SequencerClient:
+    """A clock of the sequencer, for a worker whose gradients do not go to servers: it pushes without data.
+
+    The sequencer decides which workers are in a round, and keeps the record and the budget, as for any other push.
+    """
+
+    def __init__(self, session: Session, spec: OptimizerSpec, state: ClientState) -> None:
+        assert session.client is not None
+        self.client: Client = session.client
+        self._session, self.state = session, state
+        with session.lock:
+            self.client.register(state.name, spec, lambda: (FirstValues(), self._no_data()), state)
+        self.step = state.released
+        self.waited = 0.0  #: seconds of the last round
+
+    def _no_data(self) -> list[list[Bytes]]:
+        return [[] for _ in range(self.client.shards)]
+
+    def push(self, report: StepReport, measures: Measures, traffic: tuple[int, int]) -> None:
+        """Report a step."""
+        if measures.exchanged is None:
+            measures.exchanged = self.waited
+        push = Push(
+            id=PushId(self.state.name, self.client.rank, self.client.incarnation, self.step),
+            version=self.state.version,
+            sent=traffic[0],
+            received=traffic[1],
+            measures=measures,
+            body=report,
+        )
+        with self._session.lock:
+            self.client.push(Outstanding(push, self._no_data()))
+
+    def wait_for(self, step: int) -> None:
+        """Wait until this worker may start a step."""
+        with self._session.lock:
+            self.client.wait_for_release(self.state.name, step)
 
 
 class Reducer(ABC):
@@ -51,9 +140,10 @@ class Reducer(ABC):
     holds_state = False  #: do servers keep the optimizer's state?
     needs_join = False  #: must a worker that has run out of data go on taking part until all have?
 
-    def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout, delay: int = 0) -> None:
-        self.session, self.name, self.spec, self.layout = session, name, spec, layout
-        self.client_state = ClientState(name, ahead=delay)
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout | None = None) -> None:
+        """`layout`: of values that are cut along servers."""
+        self.session, self.name, self.spec, self.layout = session, name, spec, layout or lay_out(spec.tensors, 1)
+        self.client_state = ClientState(name, ahead=spec.parsed.capabilities.ahead)
         self.step = 0
         self.waited = 0.0  #: seconds of the last push
         self.sending = True  #: may buckets leave during backward?
@@ -99,9 +189,14 @@ class Reducer(ABC):
         return max(self.step, self.client_state.released)
 
     @property
+    def answer(self) -> Answer:
+        """What came with the last release."""
+        return self.client_state.answer
+
+    @property
     def directive(self) -> Directive | None:
         """What the policy has said of the step that starts, beside that it may."""
-        return self.client_state.answer.directive
+        return self.answer.directive
 
     @property
     def period(self) -> int:
@@ -134,9 +229,6 @@ class Reducer(ABC):
     def device_bytes(self) -> int:
         """Bytes of device memory that it has taken in this worker, beside the parameters and their gradients."""
         return self.copier.device_bytes
-
-    def settle(self) -> None:
-        """Wait for pushes that are still unanswered."""
 
     def groups(self) -> list[RankGroup]:
         """The groups of ranks in which it makes its rounds, where ranks make them among themselves."""

@@ -20,17 +20,16 @@ import torch
 from polytempo.client.client_state import ClientState
 from polytempo.collectives.device_mean import DeviceMeanBuffer
 from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device, mean_in_place
-from polytempo.device.device import FENCE_BYTES, Device
+from polytempo.device.device import FENCE_BYTES
 from polytempo.errors import PeerError
 from polytempo.profile_ranges import profiled
-from polytempo.protocol.layout import ITEM_SIZES, lay_out
+from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, number_of, number_of_part
+from polytempo.reducer.device_moves import device_of_all
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.gradient_mean import GradientMean
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer, SequencerClient
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes
 
@@ -78,16 +77,16 @@ class SharedMemoryReducer(Reducer):
     def __init__(
         self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor], hooked: bool = True
     ) -> None:
-        super().__init__(session, name, spec, lay_out(spec.tensors, 1))
+        super().__init__(session, name, spec)
         session.local_peers()  # it listens before the sequencer tells other workers of this one
         self._clock = SequencerClient(session, spec, self.client_state)
         self._agreement: SequencerClient | None = None  # the clock of `agree`, once it was called
         self.step = self._clock.step
-        self._device = self._device_of(params) if hooked else None
+        self._device = device_of_all(session.devices, params) if hooked else None
         self._on_device: DeviceMeanBuffer | None = None  # where gradients and their mean stay on devices
-        self._members = self.client_state.answer.members
+        self._members = self.answer.members
         self._open(params)
-        self._start_from(self.client_state.answer.shares[0].worker)
+        self._start_from(self.answer.shares[0].worker)
         own_memory = hooked and self._on_device is None
         self.hooks = GradientHooks(params, self.copier.next_buffer()) if own_memory else None
         self.digests = self.copier.watch.digests  #: of what must be alike on all workers after a write by the script
@@ -95,17 +94,10 @@ class SharedMemoryReducer(Reducer):
         self._took = 0.0  # by the round under way so far
         self._handed = 0
 
-    def _device_of(self, params: Sequence[torch.Tensor]) -> Device | None:
-        places = {param.device for param in params}
-        return self.session.devices.of(places.pop()) if len(places) == 1 else None
-
     def _open(self, params: Sequence[torch.Tensor]) -> None:
         """Flat buffers in memory that all members have: on their devices, or the host's."""
-        peers, number, also = (
-            self.session.local_peers(),
-            buffer_number(self.session, self.name, self.spec),
-            self._clock.client.watched(),
-        )
+        peers, number = self.session.local_peers(), buffer_number(self.session, self.name, self.spec)
+        also = self._clock.client.watched()
         peers.meet(self._members)
         if all_on_device(peers, self._members, number, self._device is not None, also):
             self._open_on_device(params, number)
@@ -136,7 +128,6 @@ class SharedMemoryReducer(Reducer):
         return super().buffer_of(of)
 
     def _start_from(self, root: int) -> None:
-        """All workers take the values of one."""
         rank, members = self.session.rank, self._shared.members
         self._shared.round += 1
         if rank == root:
@@ -151,13 +142,9 @@ class SharedMemoryReducer(Reducer):
             self.copier.land()
             self._on_device.wait_until_filled()  # and the other's slot is read
         elif rank != root:
-            self.copier.scatter({0: self._slot_of(root)})
+            values = FlatBuffer(self.layout, SlotAllocator(self._shared.slot_bytes(root)))
+            self.copier.scatter({0: values.parts[0]})
         self._shared.meet("taken", members)
-
-    def _slot_of(self, rank: int) -> list[Bytes]:
-        slot = SlotAllocator(self._shared.slot_bytes(rank))
-        data = {dtype: slot.allocate(length * ITEM_SIZES[dtype]) for dtype, length in self.layout.sizes.items()}
-        return [data[segment.dtype] for segment in self.layout.shards[0]]
 
     # A step.
 
@@ -190,7 +177,6 @@ class SharedMemoryReducer(Reducer):
         self._took = time.perf_counter() - began
 
     def _take_part(self, clock: SequencerClient, average: bool) -> None:
-        """Finish it."""
         began = time.perf_counter()
         with self.session.lock:
             clock.wait_for(clock.step + 1)
@@ -209,18 +195,15 @@ class SharedMemoryReducer(Reducer):
     def _average(self, members: list[int], weights: list[float]) -> None:
         if self._on_device is not None:
             self._on_device.mean(members, weights, self.mean.buffer.tensors)
-            nbytes = sum(length * ITEM_SIZES[dtype] for dtype, length in self.layout.sizes.items())
+        offset = 0
+        for dtype, length in self.layout.sizes.items():
+            nbytes = length * ITEM_SIZES[dtype]
+            if self._on_device is None:
+                self._shared.round += 1
+                mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
+                offset += aligned(nbytes)
             self._clock.client.connections.count(nbytes)
             self._handed += nbytes
-            return
-        offset, client = 0, self._clock.client
-        for dtype, length in self.layout.sizes.items():
-            self._shared.round += 1
-            mean_in_place(self._shared, members, weights, getattr(torch, dtype), length, offset)
-            nbytes = length * ITEM_SIZES[dtype]
-            client.connections.count(nbytes)
-            self._handed += nbytes
-            offset += aligned(nbytes)
 
     def traffic(self) -> tuple[int, int]:
         return self._clock.client.bytes_sent, self._clock.client.bytes_received

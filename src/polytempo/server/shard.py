@@ -34,7 +34,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.device.device import Device
 from polytempo.errors import PeerError
 from polytempo.optim.delay_compensation import compensated
-from polytempo.optim.gradient_divergence import GradientDivergence
+from polytempo.optim.several_workers import GradientDivergence
 from polytempo.protocol.layout import Stretch, TensorPlace, lay_out
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import Content, PushedChange, PushedValues, StepReport

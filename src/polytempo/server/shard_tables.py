@@ -20,7 +20,8 @@ from polytempo.protocol.push import Content
 from polytempo.protocol.values import OptimizerSpec, RowAnswer, RowPart, TableInfo
 from polytempo.server.optimizer_state import as_bytes, as_tensor
 from polytempo.tables.routing import range_ids
-from polytempo.tables.table_shard import RowPush, TableShard
+from polytempo.tables.row_batches import RowPush
+from polytempo.tables.table_shard import TableShard
 from polytempo.transport.buffer_pool import Arena
 from polytempo.transport.channel import Bytes
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polytempo.optim.gradient_divergence import GradientDivergence
-from polytempo.optim.weighted_sum import with_change
+from polytempo.optim.several_workers import GradientDivergence, with_change
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, known_name
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm, check_kept, form_of
@@ -287,8 +286,8 @@ class OwnMomentum:
         self.pushes: list[tuple[Gradient, int]] = []
 
     def add_own(self, read: int) -> None:
-        """Add the worker's unanswered pushes to the values of this version, which are loaded; `reducer/own_pushes.py` says
-        why. Later steps read this version or newer."""
+        """Add the worker's unanswered pushes to the values of this version, which are loaded (`reducer/server_reducer.py`
+        says why). Later steps read this version or newer."""
         self.pushes = [(push, version) for push, version in self.pushes if version > read]
         factors = dict.fromkeys(map(id, self._parameters), self._own_rate)
         if self.form is MomentumForm.GRADIENT:

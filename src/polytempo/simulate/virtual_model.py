@@ -29,9 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polytempo.optim.gradient_divergence import GradientDivergence
-from polytempo.optim.norm_statistics import with_merged_buffers
-from polytempo.optim.weighted_sum import weighted_sum, with_change
+from polytempo.optim.several_workers import GradientDivergence, weighted_sum, with_change, with_merged_buffers
 from polytempo.simulate.datasets import Shards
 from polytempo.simulate.dealing import MicroBatch
 from polytempo.simulate.replicas import (

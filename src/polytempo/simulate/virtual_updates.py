@@ -19,9 +19,8 @@ from torch import nn
 from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
 from polytempo.optim.delay_compensation import compensated
-from polytempo.optim.fragments import cut
-from polytempo.optim.outer_step import OuterRule, OuterStep
-from polytempo.optim.weighted_sum import weighted_sum
+from polytempo.optim.outer_step import OuterRule, OuterStep, cut
+from polytempo.optim.several_workers import weighted_sum
 from polytempo.simulate.replicas import FetchedValues, Gradient, SentValues, State, Weights, cloned
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import MeanStaleness

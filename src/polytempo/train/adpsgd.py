@@ -1,6 +1,6 @@
 """`adpsgd` at the worker (`sync/adpsgd.py`): gradients are computed on a snapshot, while pairs of workers are averaged.
 
-    snapshot    the parameters become x, the state beside them (`reducer/pair_exchange.py`); active workers ask a partner
+    snapshot    the parameters become x, the state beside them (`reducer/neighbour_reducer.py`); active workers ask a partner
     step        the optimizer steps on the snapshot; what was asked is finished; x = x + what the optimizer has changed; push
 
 The parameters are written only inside `step()`: averages that others ask for change x alone, so backward always sees the
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.neighbour_reducer import NeighbourReducer
-from polytempo.reducer.pair_exchange import PairExchange
+from polytempo.reducer.neighbour_reducer import NeighbourReducer, PairExchange
 from polytempo.sync.machine import AddStep, AskPartner, Snapshot, WorkerMachine
 from polytempo.train.driver import LivePerforms
 from polytempo.train.gossip import OwnModelUpdate

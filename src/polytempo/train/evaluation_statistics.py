@@ -2,7 +2,7 @@
 
 Weights belong to the job; the running mean and variance of batch norm belong to each worker, which saw its own share of the
 data at weights of its own staleness. There are three ways to evaluate: with the statistics of one worker, with those of all
-merged (`optim/norm_statistics.py`), or with new ones, recalibrated at the current weights.
+merged (`optim/several_workers.py`), or with new ones, recalibrated at the current weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import UsageError, nearest
-from polytempo.optim.norm_statistics import merged, norm_layers
+from polytempo.optim.several_workers import merged, norm_layers
 from polytempo.session.session import Session, current
 
 WAYS = ("worker", "merged", "recalibrated")

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polytempo.optim.fragments import cut
-from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep
+from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep, cut
 from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo, part_of
 from polytempo.reducer.factory import make_value_reducer

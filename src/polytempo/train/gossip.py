@@ -16,8 +16,7 @@ import torch
 
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.gossip_exchange import GossipExchange
-from polytempo.reducer.neighbour_reducer import NeighbourReducer
+from polytempo.reducer.neighbour_reducer import GossipExchange, NeighbourReducer
 from polytempo.sync.machine import AddStep, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.update import Wrapped, step_unwrapped

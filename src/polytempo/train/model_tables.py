@@ -19,7 +19,8 @@ from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.reducer import Reducer
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, of_tensor
-from polytempo.tables.table_shard import RowPush, TableShard
+from polytempo.tables.row_batches import RowPush
+from polytempo.tables.table_shard import TableShard
 from polytempo.train.server_embedding import EmbeddingTable, ServerEmbedding
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, rows_of_torch, torch_rows
 

@@ -40,8 +40,7 @@ from polytempo.protocol.push import Measures
 from polytempo.protocol.training_troubles import Circumstances
 from polytempo.protocol.values import OptimizerSpec, beside, number_of
 from polytempo.records.lines import MAIN
-from polytempo.reducer.buffer_mean import BufferMean
-from polytempo.reducer.factory import make_reducer
+from polytempo.reducer.factory import BufferMean, make_reducer
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, OwnReport, gradient_digest
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone

@@ -32,9 +32,8 @@ from polytempo.errors import PeerError
 from polytempo.protocol.push import Measures, no_steps
 from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.peer_reducer import PeerReducer
-from polytempo.reducer.reducer import GroupValues
+from polytempo.reducer.reducer import GradientMean, GroupValues
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome, deadline_of
 from polytempo.reducer.round_sums import EndedRound
 from polytempo.sync.directives import NextDeadline

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from polytempo.client.client_state import ClientState
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, name_in_group
-from polytempo.reducer.sequencer_client import SequencerClient
+from polytempo.reducer.reducer import SequencerClient
 from polytempo.session.session import Session
 
 

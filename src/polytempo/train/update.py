@@ -26,9 +26,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from polytempo.optim.worker_momentum import ChangeMomentum
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_checks import FiniteWatch
-from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.optimizer_spec import RuleAlone
-from polytempo.reducer.reducer import GroupValues, Reducer
+from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer
 from polytempo.sync.machine import COMPUTED, PushStep, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, StepUpdate
 from polytempo.train.model_tables import ModelTables
