@@ -45,7 +45,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from measure import save
+from measure import fill_in, save
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.report.table import TextTable
 from polytempo.simulate.datasets import Shards
@@ -503,6 +503,24 @@ def difference(ours: list[float], others: list[float]) -> Difference:
     return Difference(statistics.mean(paired), t * statistics.stdev(paired) / math.sqrt(len(paired)))
 
 
+def summary(data: dict[str, Any]) -> TextTable:
+    """Of each question and optimizer: what each way is beside the first, over all cells."""
+    rows = [
+        (f"{question}: {name}", cells[0]["ways"][0]["name"], *_others(cells))
+        for question, of in data.items()
+        for name, cells in of.items()
+    ]
+    widest = max(map(len, rows))
+    heads = ("", "beside", *("" for _ in range(widest - 2)))
+    return TextTable("Ways beside the first one", heads, tuple((*row, *[""] * (widest - len(row))) for row in rows))
+
+
+def _others(cells: list[dict[str, Any]]) -> list[str]:
+    """Each way but the first: its name, and what it is over all cells."""
+    names = [way["name"] for way in cells[0]["ways"]]
+    return [f"{name}: {text}" for name, text in list(zip(names, _over_all(cells)[2:], strict=True))[1:]]
+
+
 def tables(plan: Plan, rates: dict[str, float], runs: dict[str, Ending]) -> tuple[list[TextTable], dict[str, Any]]:
     """One table for each question and optimizer, and everything as data."""
     made: list[TextTable] = []
@@ -579,6 +597,7 @@ def asynchronous_rules(jobs: int, plan: Plan, file: Path, name: str) -> None:
     runs = make_runs(asked(plan, rates), plan.rounds, file, jobs)
     made, data = tables(plan, rates, runs)
     settings = {**asdict(plan), "batch": BATCH, "slower": SLOWER, "rates": rates}
+    save(OUT, f"{name}_short", [summary(data)], settings)
     save(OUT, name, made, {"settings": settings, "questions": data})
 
 
@@ -590,10 +609,13 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="file of runs, one line each; added to (out/proof/asynchronous_rules.jsonl)"
     )
+    parser.add_argument("--page", type=Path, help="put the summary into this page, where it asks for it")
     given = parser.parse_args()
     name = f"asynchronous_rules{'_quick' * given.quick}"
     plan = QUICK if given.quick else Plan(seeds=given.seeds)
     asynchronous_rules(given.jobs, plan, given.out or OUT / f"{name}.jsonl", name)
+    if given.page:
+        fill_in(given.page, OUT, [f"{name}_short"])
 
 
 if __name__ == "__main__":
