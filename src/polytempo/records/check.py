@@ -5,8 +5,8 @@ passes shows: time never goes back; no worker starts before all initial workers 
 and a hold before it only with need; the mode's bound holds at every release; no worker stays held that may start, at any
 moment; a joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every
 server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
-stale; during a warm start one worker pushes and all others wait for it. Modes with neighbours: `neighbours.py`; merges of a
-quorum: `merges.py`; rounds with shares or deadlines: `rounds.py`.
+stale; during a warm start one worker pushes and all others wait for it. Rounds with shares or deadlines, merges of a quorum
+and modes with neighbours: `rounds.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from typing import Any
 from polytempo.errors import BrokenInvariant
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
-from polytempo.records.merges import MergeChecker
-from polytempo.records.neighbours import NeighbourRules
-from polytempo.records.rounds import RoundChecker
+from polytempo.records.rounds import MergeChecker, NeighbourRules, RoundChecker
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.spec import Spec
 
@@ -43,12 +41,11 @@ def rules_for(spec: Spec) -> Rules:
     """The contract's words for each mode, as functions."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
-    averaging = spec.averaging
     if name == "gossip":  # neighbours, checked apart
         return Rules(lambda c, low: True, lambda c, low: c > low)
-    if averaging is not None and averaging.decoupled:  # merges, checked apart
-        return Rules(lambda c, low: True, lambda c, low: averaging.waits and c > low)
-    if name in ("bsp", "bsp+balance") or averaging is not None:  # rounds, or blocks that end as rounds do
+    if "quorum" in spec.options:  # merges, checked apart
+        return Rules(lambda c, low: True, lambda c, low: spec.capabilities.waits and c > low)
+    if name in ("bsp", "bsp+balance") or spec.capabilities.averages:  # rounds, or blocks that end as rounds do
         return Rules(lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
@@ -75,7 +72,7 @@ class RecordChecker:
         self.spec = spec
         self.workers = len(members) or workers
         self.rules = rules_for(spec)
-        decoupled = spec.averaging is not None and spec.averaging.decoupled
+        decoupled = "quorum" in spec.options
         self._corrections = Corrections(most=spec.options.get("drop")) if decoupled else spec.corrections
         self.lines = 0
         self._t = float("-inf")
@@ -92,7 +89,7 @@ class RecordChecker:
         self._alone: int | None = None
         self._begun = False
         self._merges = MergeChecker(spec, self._require) if decoupled else None
-        self._neighbours = None if spec.gossip is None else NeighbourRules(spec.gossip)
+        self._neighbours = NeighbourRules(spec.mode.name == "adpsgd") if spec.capabilities.neighbours else None
         self._rounds = RoundChecker(spec, self._require) if spec.capabilities.by_speed else None
         self._group: list[RecordLine] = []
 
@@ -235,7 +232,7 @@ class RecordChecker:
     def _check_bound(self, line: RecordLine, lowest: int) -> None:
         worker, step, name = line["worker"], line["step"], self.spec.mode.name
         ahead = step - self._pushed[worker]
-        allowed = self.spec.ahead
+        allowed = self.spec.capabilities.ahead
         self._require(line, 0 <= ahead <= allowed, f"{ahead} ahead of its own finished exchanges, allowed {allowed}")
         if not allowed:
             self._require(line, self.rules.may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
@@ -255,8 +252,9 @@ class RecordChecker:
         self._require(line, len(line["staleness"]) == len(line["workers"]), "one staleness for each worker")
         dropped = next(filter(None, (self._corrections.verdict(stale).drop for stale in line["staleness"])), "")
         self._require(line, not dropped, f"applied, although {dropped}")
-        keeps = self.spec.anytime is not None and self.spec.anytime.late == "keep"  # a late micro-batch counts a round later
-        fresh = keeps or not (self.spec.capabilities.rounds or self._neighbours) or not any(line["staleness"])
+        can = self.spec.capabilities
+        at_once = (can.rounds or self._neighbours) and not can.keeps_late  # a late micro-batch may count a round later
+        fresh = not at_once or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 
     def _none_forgotten(self, line: RecordLine) -> None:
