@@ -35,9 +35,8 @@ from polytempo.launcher.program import command_again
 from polytempo.records.files import read_meta
 from polytempo.report.advice import advice_table, run_options, situation_of
 from polytempo.report.advice import advise as choose
-from polytempo.report.straggler_costs import DEALT
+from polytempo.report.straggler_report import DEALT
 from polytempo.simulate.description import Experiment
-from polytempo.sync.spec import parse_spec
 
 
 def advise(
@@ -77,7 +76,7 @@ def advise(
     described = Experiment(cluster=load_experiment(file).cluster)  # it may also have modes, a budget and a training task
     settings = settle(described, flags | {"file": file}, like)
     advice = choose(simulate_all(settings, quiet=quiet))
-    cluster, spec = settings.cluster, parse_spec(advice.best.sync)
+    cluster = settings.cluster
     command = command_again(recorded, run_options(advice.best, cluster))
     found = say_assumptions(settings)
     total = samples or max(outcome.samples for outcome in advice.ranked)
@@ -87,7 +86,7 @@ def advise(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
     typer.echo(f"{table.text(width)}\n")
     say_advice(settings, advice)
-    if spec.capabilities.by_speed:
+    if advice.best.spec.capabilities.by_speed:
         typer.echo(f"The script must deal its batches {DEALT}.")
     if cluster.model_bytes and recorded.get("runs") != "function":
         typer.echo("Between hosts: add --listen HOST:PORT --expect N.")

@@ -11,8 +11,7 @@ import typer
 
 from polytempo.cli.options import Option
 from polytempo.errors import UsageError
-from polytempo.records.files import read_events, read_meta, refused_modes
-from polytempo.records.lines import MAIN
+from polytempo.records.files import read_events, read_meta, refused_modes, spec_of
 from polytempo.records.step_figures import figures_of
 from polytempo.report.straggler_report import full_report, straggler_report
 
@@ -27,7 +26,7 @@ def explain(
     if not figures:
         raise UsageError(f"{record} has no steps to explain; expected the record of a job that trains by pushes")
     job = meta.get("job", {})
-    report = straggler_report(figures, job.get("optimizers", {}).get(MAIN, meta["spec"]), refused_modes(meta))
+    report = straggler_report(figures, spec_of(meta), refused_modes(meta))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")

@@ -176,14 +176,14 @@ def _show_summary(job: LocalJob) -> None:
 
 def _show_straggler(job: LocalJob) -> None:
     """Say which worker was slow, why, and what would help, where one was."""
-    from polytempo.records.lines import MAIN
+    from polytempo.records.files import spec_of
     from polytempo.records.step_figures import figures_from
     from polytempo.report.straggler_report import closing_line, straggler_report
 
-    sync = job.summary.get("optimizers", {}).get(MAIN, job.request.sync)
+    spec = spec_of({"job": job.summary, "spec": job.request.sync})
     refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
     record = str(job.request.record) if job.request.record else ""
-    if line := closing_line(straggler_report(figures_from(job.paces), sync, refused), record):
+    if line := closing_line(straggler_report(figures_from(job.paces), spec, refused), record):
         job.display.say(line)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from polytempo.checkpoints import write_file
 from polytempo.errors import RecordError, UsageError
-from polytempo.records.lines import RecordLine
+from polytempo.records.lines import MAIN, RecordLine
+from polytempo.sync.spec import Spec, parse_spec
 
 EVENTS = "events.jsonl"
 META = "meta.json"
@@ -74,6 +75,11 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
     if missing:
         raise RecordError(f"{path} lacks {', '.join(missing)}")
     return dict(meta)
+
+
+def spec_of(meta: Mapping[str, Any], optimizer_id: str = MAIN) -> Spec:
+    """The mode of a recorded optimizer, with what it left to the script's optimizer; of one that is not named, the job's."""
+    return parse_spec(meta.get("job", {}).get("optimizers", {}).get(optimizer_id, meta["spec"]))
 
 
 def refused_modes(meta: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.records.lines import MAIN, RecordLine
+from polytempo.records.files import spec_of
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
 from polytempo.summation import in_order
 
@@ -109,13 +110,12 @@ def _is_number(value: object) -> bool:
 
 def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
     job = meta["job"]
-    sync = job.get("optimizers", {}).get(MAIN, meta["spec"])  # with what it left to the script's optimizer
     workers = tuple(
         WorkerOutcome(**{name: worker[name] for name in WorkerOutcome.__dataclass_fields__}) for worker in meta["workers"]
     )
     present = in_order(worker.present_s for worker in workers) or 1.0
     return Outcome(
-        sync=sync,
+        sync=spec_of(meta).text,
         via=meta.get("options", {}).get("via", "ps"),
         seconds=job["seconds"],
         steps=job["steps"],
