@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.options import OutputOption
+from polytempo.cli.options import OutputOption, write_json
 from polytempo.cli.simulate import (
     BandwidthOption,
     BatchOption,
@@ -28,6 +25,7 @@ from polytempo.cli.simulate import (
     say_advice,
     say_assumptions,
     settle,
+    show,
     simulate_all,
 )
 from polytempo.errors import UsageError, counted
@@ -83,17 +81,13 @@ def advise(
     table = advice_table(
         advice, total, f"{counted(cluster.workers, 'worker')} ({situation_of(cluster, settings.seed).in_words()}):"
     )
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
-    typer.echo(f"{table.text(width)}\n")
+    show(table)
     say_advice(settings, advice)
     if advice.best.spec.capabilities.by_speed:
         typer.echo(f"The script must deal its batches {DEALT}.")
     if cluster.model_bytes and recorded.get("runs") != "function":
         typer.echo("Between hosts: add --listen HOST:PORT --expect N.")
     typer.echo(f"\n{command}")
-    if json_file:
-        told = {"use": advice.best.sync, "because": advice.because(), "command": command, "gain": advice.gain}
-        told |= {"assumptions": {one.name: one.as_dict() for one in found}}
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        outcomes = [outcome.as_dict() for outcome in advice.ranked]
-        json_file.write_text(json.dumps({**told, "outcomes": outcomes}, indent=1) + "\n", encoding="utf-8")
+    told = {"use": advice.best.sync, "because": advice.because(), "command": command, "gain": advice.gain}
+    told |= {"assumptions": {one.name: one.as_dict() for one in found}}
+    write_json(json_file, {**told, "outcomes": [outcome.as_dict() for outcome in advice.ranked]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from itertools import count
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
     ComparisonOption,
@@ -30,16 +28,17 @@ from polytempo.cli.options import (
     StepBudget,
     SyncOption,
     Workers,
+    complete_mode,
     emulation_of,
     limits_of,
+    write_json,
 )
 from polytempo.errors import UsageError, counted
 from polytempo.records.files import read_events, read_meta, records_below
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
-from polytempo.report.shortfall import short_of_bsp
 from polytempo.report.summary import divergence_in_words
-from polytempo.report.table import TextTable, speed_comparison, speed_verdict, trained_comparison, verdict
+from polytempo.report.table import short_of_bsp, speed_comparison, speed_verdict, trained_comparison, verdict
 
 if TYPE_CHECKING:
     from polytempo.launcher.request import CheckedRequest
@@ -117,8 +116,7 @@ def compare(
     middle = [repeated(found, target) for found in runs.values()]
     _show(middle, target, title, repeats, script, metric)
     typer.echo(f"records: {directory}", err=True)
-    if json_file:
-        _write_json(json_file, [run for found in runs.values() for run in found])
+    write_json(json_file, [run.as_dict() for found in runs.values() for run in found])
     if picture:
         if any(run.curve for run in middle):
             draw_training(middle, target, picture, title, "seconds")
@@ -133,11 +131,6 @@ def _checked(mode: str, workers: int, fields: dict[str, Any]) -> CheckedRequest:
     from polytempo.strategy.job_options import JobOptions
 
     return RunRequest(**fields | JobOptions(workers=workers, sync=mode).settled()).checked()
-
-
-def _write_json(path: Path, runs: list[LiveRun]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n", encoding="utf-8")
 
 
 def _free_directory(directory: Path) -> Path:
@@ -161,7 +154,7 @@ def _which(number: int, modes: int, turn: int, repeats: int) -> str:
     return mode if repeats == 1 else f"{mode}, run {turn + 1} of {repeats}"
 
 
-def _no_metric(script: str, metric: str, run: LiveRun | RepeatedRun) -> str:
+def _no_metric(script: str, metric: str, run: LiveRun) -> str:
     named = f", or give --metric NAME for one that rises to it (it logs {', '.join(run.logged)})" if run.logged else ""
     return (
         f"{script} logged no {metric}, so modes are compared by their speed alone; for the time to a target "
@@ -171,7 +164,10 @@ def _no_metric(script: str, metric: str, run: LiveRun | RepeatedRun) -> str:
 
 def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, script: str, metric: str) -> None:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-    table, says = _compared(runs, target, title, metric)
+    if any(run.curve for run in runs):  # by the time to the target, where any run logged the metric
+        table, says = trained_comparison(runs, target, title, metric), verdict(runs, target)
+    else:
+        table, says = speed_comparison(runs, title), speed_verdict([run.outcome for run in runs])
     typer.echo()
     typer.echo(table.text(width))
     typer.echo()
@@ -190,10 +186,3 @@ def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, scri
         if repeats == 1
         else f"of {repeats} runs of each mode the middle one by time; in brackets the shortest and the longest time"
     )
-
-
-def _compared(runs: list[RepeatedRun], target: float, title: str, metric: str) -> tuple[TextTable, str]:
-    """The table and its verdict: by the time to the target where any run logged the metric, else by speed."""
-    if any(run.curve for run in runs):
-        return trained_comparison(runs, target, title, metric), verdict(runs, target)
-    return speed_comparison(runs, title), speed_verdict([run.outcome for run in runs])

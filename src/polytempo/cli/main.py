@@ -13,16 +13,12 @@ from typing import Annotated
 import typer
 
 from polytempo.cli.advise import advise
-from polytempo.cli.check import check
 from polytempo.cli.compare import compare
-from polytempo.cli.completion import join_broken_words
-from polytempo.cli.explain import explain
-from polytempo.cli.key import key
-from polytempo.cli.options import Commands, add
-from polytempo.cli.picture import picture
+from polytempo.cli.options import Commands, add, join_broken_words
 from polytempo.cli.plan import plan
+from polytempo.cli.records import check, explain, picture
+from polytempo.cli.run import key, worker
 from polytempo.cli.run import run as run_job
-from polytempo.cli.run import worker
 from polytempo.cli.simulate import simulate
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.launcher.standard_streams import open_standard_streams, silence

@@ -1,15 +1,16 @@
-"""What the commands share: their options, the text of their help, a progress bar.
+"""What the commands share: their options, the text of their help, shell completion, a progress bar, files of figures.
 
 A command's help shows its options in groups, and ends with examples to type and, where it takes `--sync`, the list of modes.
-Flags are shown without a type.
+Flags are shown without a type. Completion (`polytempo --install-completion`) is typer's; here is what it does not know.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -82,6 +83,9 @@ Insecure = Annotated[bool, HostOption("--insecure", help="No keys, no encryption
 
 #: Everything after SCRIPT belongs to the script.
 PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+#: Says, in the environment of a completion, which shell asks. The name is typer's.
+ASKING = "_POLYTEMPO_COMPLETE"
 
 
 class Command(TyperCommand):
@@ -212,3 +216,34 @@ def progress_bar(quiet: bool = False) -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write figures to the file that was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+# Completion.
+
+
+def complete_mode(incomplete: str) -> list[tuple[str, str]]:
+    """What `--sync` may be, with its meaning; nothing behind a colon, where bash would not replace the name before it."""
+    return [] if ":" in incomplete else list(mode_examples().items())
+
+
+def join_broken_words(environment: MutableMapping[str, str]) -> None:
+    """Put together what bash broke at a colon or an equals sign: typer would take the rest of `ssp:3` for the script."""
+    if environment.get(ASKING) != "complete_bash":
+        return
+    words = [""]
+    current = int(environment["COMP_CWORD"])
+    place = current
+    for number, word in enumerate(environment["COMP_WORDS"].split("\n")):
+        if number and any(part and not part.strip(":=") for part in (word, words[-1][-1:])):
+            words[-1] += word
+            place -= number <= current
+        else:
+            words.append(word)
+    environment["COMP_WORDS"], environment["COMP_CWORD"] = "\n".join(words[1:]), str(place)

@@ -7,7 +7,6 @@ pipeline or the strategy that it trains by, or of `pt.fit`, which stop at their 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,11 +25,11 @@ from polytempo.cli.options import (
     OutputOption,
     StrategyOption,
     progress_bar,
+    write_json,
 )
 from polytempo.errors import PolytempoError, UsageError, nearest
 from polytempo.pipeline.layer_profile import Profile, load_profile
 from polytempo.pipeline.plan_report import bubble, explain
-from polytempo.pipeline.planner import StagePlan
 from polytempo.pipeline.planner import plan as search
 from polytempo.pipeline.topology import parse_topology
 from polytempo.units import parse_size
@@ -94,7 +93,8 @@ def plan(
     for line in explain(measured, found, microbatches=microbatches):
         typer.echo(line)
     if json_file is not None:
-        _write(json_file, _as_dict(measured, found, devices, microbatches))
+        idle = {"microbatches": microbatches, "idle_share": bubble(found, microbatches)}
+        write_json(json_file, {"devices": devices, "plan": asdict(found), **idle, "profile": asdict(measured)})
 
 
 # Strategies.
@@ -131,6 +131,7 @@ def plan_strategy(
 ) -> None:
     """Measure a script's model and the links of a short job, and show what a strategy costs."""
     asked.check(script, profile)
+    from polytempo.pipeline.stage_message import rows
     from polytempo.strategy.strategy import Strategy
 
     wanted = Strategy.parse(asked.strategy)
@@ -148,31 +149,14 @@ def plan_strategy(
             found.example,
             loss=found.loss,
             optimizer=found.optimizer,
-            batch=asked.batch or found.batch or _rows(found.example),
+            batch=asked.batch or found.batch or rows(found.example),
             memory=asked.memory,
             world=asked.workers,
             target=found.target,
             tensor_plan=found.tensor_plan,
         )
     typer.echo(str(shown))
-    if json_file is not None:
-        _write(json_file, shown.as_dict())
-
-
-def _rows(example: Any) -> int:
-    from polytempo.pipeline.stage_message import rows
-
-    return rows(example)
-
-
-def _write(file: Path, data: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def _as_dict(profile: Profile, found: StagePlan, devices: str, microbatches: int) -> dict[str, Any]:
-    idle = {"microbatches": microbatches, "idle_share": bubble(found, microbatches)}
-    return {"devices": devices, "plan": asdict(found), **idle, "profile": asdict(profile)}
+    write_json(json_file, shown.as_dict())
 
 
 def _measured(script: Path, arguments: Sequence[str], repeats: int, module: bool) -> tuple[Profile, int | None]:

@@ -1,4 +1,4 @@
-"""`polytempo run` and `polytempo worker`: live jobs. The modules they need are imported when they are called."""
+"""`polytempo run`, `polytempo worker` and `polytempo key`: live jobs. What they need is imported when they are called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
     CheckpointOption,
@@ -34,6 +33,7 @@ from polytempo.cli.options import (
     StepBudget,
     SyncOption,
     Workers,
+    complete_mode,
     emulation_of,
     limits_of,
 )
@@ -220,3 +220,16 @@ def worker(
     request = JoinRequest(join, program_of(script, arguments, module), workers, keys, host_timeout, fork)
     request.check()
     raise typer.Exit(Agent(request, Display(f"joined {join}", quiet=True)).run())
+
+
+def key(file: Annotated[Path, typer.Argument(help="The file to write; only you can read it.")]) -> None:
+    """Make a key file, to be copied to all hosts: it encrypts the links between them, and only its holders can join."""
+    from polytempo.transport.keys import make_keys, write_key_file
+
+    try:
+        write_key_file(file, make_keys().workers)
+    except FileExistsError:
+        raise UsageError(f"{file} is there already; use another name, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from None
+    typer.echo(f"wrote {file}; copy it to every host, and give it to init(key_file=...) or POLYTEMPO_KEY_FILE")
