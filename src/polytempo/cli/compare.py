@@ -79,7 +79,7 @@ def compare(
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
     from polytempo.launcher.program import program_of
-    from polytempo.launcher.visible_gpus import visible_gpus
+    from polytempo.launcher.request import visible_gpus
 
     if picture:
         check_picture(picture)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 from polytempo.cli.run import run_job
 from polytempo.errors import JobEnded, UsageError
+from polytempo.launcher.child_process import INTERRUPTED
 from polytempo.launcher.function_program import WorkerError, WorkerTraceback, errors_in, first_cause, program_for, result_in
 from polytempo.launcher.job_facts import job_of_environment, placement_of_environment
-from polytempo.launcher.process_monitor import INTERRUPTED
 
 T = TypeVar("T")
 

@@ -142,8 +142,7 @@ def run_job(
     """
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
-    from polytempo.launcher.request import RunRequest
-    from polytempo.launcher.visible_gpus import visible_gpus
+    from polytempo.launcher.request import RunRequest, visible_gpus
     from polytempo.strategy.job_options import JobOptions
 
     strategy, quiet = given["strategy"], given["quiet"]

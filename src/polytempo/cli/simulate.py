@@ -209,9 +209,11 @@ def _trace(path: Path, flags: Mapping[str, Any]) -> None:
     for line in trace_verdict(found):
         typer.echo(line)
     sync = found.best().mode.split(" ")[0]  # a prediction may add how batches are cut
-    if (reason := refusal(parse_spec(sync), found.stages, 1)) is not None:
-        advised = f"{reason.reason}; there use {reason.instead}"
-        typer.echo(f"note: polytempo run refuses {sync} with pipe={found.stages}: {advised}")
+    reason = refusal(parse_spec(sync), found.stages, 1)
+    if reason is not None:
+        typer.echo(
+            f"note: polytempo run refuses {sync} with pipe={found.stages}: {reason.reason}; there use {reason.instead}"
+        )
     write_json(flags["json_file"], found.as_dict())
 
 
@@ -305,8 +307,8 @@ def say_advice(settings: Settings, advice: Advice) -> None:
     other = doubtful(settings, advice)
     if other is not None:
         short = written_seconds(mean_step_time(settings.cluster) / 10)
-        would = f"with {short} it would be {other}: measure yours and give --step-time."
-        typer.echo(_folded(f"The step time was assumed; {would}"))
+        doubt = f"The step time was assumed; with {short} it would be {other}: measure yours and give --step-time."
+        typer.echo(_folded(doubt))
     typer.echo(_folded(use_line(advice)))
 
 

@@ -18,14 +18,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.launcher.child_process import ENDING, ChildProcess
-from polytempo.launcher.display import Display
-from polytempo.launcher.forked_process import preload
-from polytempo.launcher.job_facts import job_from
-from polytempo.launcher.job_folder import JobFolder
-from polytempo.launcher.job_processes import start_worker
-from polytempo.launcher.process_monitor import (
+from polytempo.launcher.child_process import (
+    ENDING,
     INTERRUPTED,
+    ChildProcess,
     Exited,
     MonitorEvent,
     OutputLine,
@@ -34,6 +30,10 @@ from polytempo.launcher.process_monitor import (
     Readable,
     Signalled,
 )
+from polytempo.launcher.display import Display
+from polytempo.launcher.forked_process import preload
+from polytempo.launcher.job_facts import job_from
+from polytempo.launcher.job_processes import JobFolder, start_worker
 from polytempo.launcher.program import Program
 from polytempo.launcher.request import check_host_timeout, split_address
 from polytempo.launcher.supervisor import described

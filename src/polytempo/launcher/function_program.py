@@ -199,20 +199,18 @@ def run_function(call: Callable[[], Any], folder: Path, rank: int) -> None:
     try:
         value = call()
         if rank == 0:
-            _write(folder / RESULT, _pickled_result(value))
+            try:
+                pickled = _pickled(value)
+            except Exception as error:
+                kind = type(value).__name__
+                raise UsageError(f"launch() cannot bring back what worker 0 returned ({kind}): {error}") from error
+            _write(folder / RESULT, pickled)
     except SystemExit:
         raise
     except BaseException as error:
         shown = "".join(traceback.format_exception(type(error), error, below_this_package(error.__traceback__)))
         _write(folder / f"{ERROR}{rank}", pickle.dumps((time.monotonic(), _pickled_error(error), shown)))
         raise
-
-
-def _pickled_result(value: Any) -> bytes:
-    try:
-        return _pickled(value)
-    except Exception as error:
-        raise UsageError(f"launch() cannot bring back what worker 0 returned ({type(value).__name__}): {error}") from error
 
 
 def _pickled_error(error: BaseException) -> bytes:
