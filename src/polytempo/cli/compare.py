@@ -6,7 +6,7 @@ import shutil
 import sys
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -39,9 +39,6 @@ from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
 from polytempo.report.summary import divergence_in_words
 from polytempo.report.table import short_of_bsp, speed_comparison, speed_verdict, trained_comparison, verdict
-
-if TYPE_CHECKING:
-    from polytempo.launcher.request import CheckedRequest
 
 #: Where the records are, if it is not said; a number is added where there are records already.
 OUT = Path("out/compare")
@@ -79,7 +76,8 @@ def compare(
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
     from polytempo.launcher.program import program_of
-    from polytempo.launcher.request import visible_gpus
+    from polytempo.launcher.request import RunRequest, visible_gpus
+    from polytempo.strategy.job_options import JobOptions
 
     if picture:
         check_picture(picture)
@@ -100,7 +98,10 @@ def compare(
     places = [(mode, turn) for turn in range(repeats) for mode in modes]  # in turns: a machine that slows down slows all
     directory = out or _free_directory(OUT)
     folders = {place: _folder(directory, *place, repeats) for place in places}
-    checked = {place: _checked(place[0], workers, common | {"record": folder}) for place, folder in folders.items()}
+    checked = {}
+    for (mode, turn), folder in folders.items():  # as `polytempo run` would start each
+        fields = common | {"record": folder} | JobOptions(workers=workers, sync=mode).settled()
+        checked[mode, turn] = RunRequest(**fields).checked()
     runs: dict[str, list[LiveRun]] = {mode: [] for mode in modes}
     for number, ((mode, turn), job) in enumerate(checked.items(), 1):
         title = f"{mode} ({_which(number, len(modes), turn, repeats)})"
@@ -125,14 +126,6 @@ def compare(
         typer.echo(f"picture: {picture}", err=True)
 
 
-def _checked(mode: str, workers: int, fields: dict[str, Any]) -> CheckedRequest:
-    """The job that `polytempo run` would start in this mode."""
-    from polytempo.launcher.request import RunRequest
-    from polytempo.strategy.job_options import JobOptions
-
-    return RunRequest(**fields | JobOptions(workers=workers, sync=mode).settled()).checked()
-
-
 def _free_directory(directory: Path) -> Path:
     """This directory, or the first with a number behind it, in which there are no records."""
     found = directory
@@ -149,7 +142,6 @@ def _folder(out: Path, mode: str, turn: int, repeats: int) -> Path:
 
 
 def _which(number: int, modes: int, turn: int, repeats: int) -> str:
-    """Which of how many."""
     mode = f"mode {number - turn * modes} of {modes}"
     return mode if repeats == 1 else f"{mode}, run {turn + 1} of {repeats}"
 

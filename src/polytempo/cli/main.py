@@ -40,7 +40,6 @@ app = typer.Typer(
 add(
     app,
     run_job,
-    "run",
     JOBS,
     "polytempo run -n 4 train.py --lr 0.1",
     "polytempo run -n 4 --sync ssp:3 --samples 30000 --record out/job examples/digits.py",
@@ -51,16 +50,14 @@ add(
 add(
     app,
     worker,
-    "worker",
     JOBS,
     "polytempo worker --join 10.0.0.1:7077 --key-file workers.key -n 4 train.py",
     passes_on=True,
 )
-add(app, key, "key", JOBS, "polytempo key job.key")
+add(app, key, JOBS, "polytempo key job.key")
 add(
     app,
     compare,
-    "compare",
     JOBS,
     "polytempo compare -n 4 --slow 3:3 --samples 30720 --target 0.95 examples/digits.py",
     "polytempo compare --sync bsp --sync asp --repeats 3 --seconds 20 examples/digits.py",
@@ -70,7 +67,6 @@ add(
 add(
     app,
     simulate,
-    "simulate",
     PREDICTIONS,
     "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
     "polytempo simulate --like out/job --sync every:8 --steps 960",
@@ -80,7 +76,6 @@ add(
 add(
     app,
     advise,
-    "advise",
     PREDICTIONS,
     "polytempo advise --workers 8 --slow 7:2 --bandwidth 1Gb/s --model 100MB --step-time 200ms",
     "polytempo advise out/job",
@@ -88,15 +83,14 @@ add(
 add(
     app,
     plan,
-    "plan",
     PREDICTIONS,
     "polytempo plan examples/pipeline.py --devices 4:5GB/s",
     "polytempo plan examples/pipeline.py --devices 4x4:12GB/s,10Gb/s --memory 16GB -- --blocks 16",
     "polytempo plan --profile measured.json --devices 8:10Gb/s",
 )
-add(app, picture, "picture", RECORDS, "polytempo picture out/pipeline --last 2")
-add(app, check, "check", RECORDS, "polytempo check out/job")
-add(app, explain, "explain", RECORDS, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
+add(app, picture, RECORDS, "polytempo picture out/pipeline --last 2")
+add(app, check, RECORDS, "polytempo check out/job")
+add(app, explain, RECORDS, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
 
 
 def _show_version(wanted: bool) -> None:
@@ -126,7 +120,10 @@ def run(arguments: list[str]) -> int:
     try:
         return app(arguments or ["--help"], standalone_mode=False, prog_name="polytempo") or 0
     except typer.TyperException as error:
-        return _fail(f"{_sentence(error.format_message())} Try: {_command_of(error)} --help", 2)
+        text, context = error.format_message(), getattr(error, "ctx", None)
+        sentence = text if text.endswith((".", "?", "!")) else f"{text}."
+        command = context.command_path if context is not None else "polytempo"  # as far as it was understood
+        return _fail(f"{sentence} Try: {command} --help", 2)
     except UsageError as error:
         return _fail(str(error), 2)
     except PolytempoError as error:
@@ -141,16 +138,6 @@ def run(arguments: list[str]) -> int:
         return _fail(f"{what}{error.strerror or error}", 1 if error.errno in FULL else 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "?", "!")) else f"{text}."
-
-
-def _command_of(error: typer.TyperException) -> str:
-    """The command, as far as it was understood: typer's errors of usage know it."""
-    context = getattr(error, "ctx", None)
-    return context.command_path if context is not None else "polytempo"
 
 
 def _fail(text: str, status: int) -> int:

@@ -108,7 +108,11 @@ class Command(TyperCommand):
         script, arguments = ctx.params.get("script"), ctx.params.get("arguments")
         if script and arguments and not ctx.params.get("quiet"):
             names = [name for param in self.params if param.name in ctx.params for name in param.opts]
-            if behind := misplaced(names, arguments, _source(script)):
+            try:
+                source = Path(script).read_text(encoding="utf-8", errors="replace")
+            except OSError:  # no such file: what is run is a module, or the check of the command says it
+                source = None
+            if behind := misplaced(names, arguments, source):
                 stand, are, them = ("stand", "are", "them") if len(behind) > 1 else ("stands", "is", "it")
                 where = f"{', '.join(behind)} {stand} behind {script} and {are} passed on to it"
                 typer.echo(f"polytempo: {where}; put {them} before {script} where {ctx.command_path} is meant", err=True)
@@ -165,14 +169,6 @@ def _mentions(source: str, option: str) -> bool:
     return re.search(rf"(--|[\"']){word}\b|\b{word}\s*:", source) is not None
 
 
-def _source(script: str) -> str | None:
-    """Its text; None where there is no such file: what is run is a module, or the check of the command says it."""
-    try:
-        return Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
 def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
     """What to type, and what `--sync` may be."""
     lines = [" Examples:", *(f"   {line}" for line in examples), ""]
@@ -187,13 +183,11 @@ def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
     return "\n".join(lines)
 
 
-def add(
-    app: typer.Typer, function: Any, name: str, group: str, *examples: str, modes: bool = False, passes_on: bool = False
-) -> None:
+def add(app: typer.Typer, function: Any, group: str, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
     """Make a function a command of a group, with examples in its help and, where it takes one, the modes."""
     kind = type("Command", (Command,), {"examples": examples, "modes": modes})
     settings = PASS_ON if passes_on else {}
-    app.command(name, cls=kind, context_settings=settings, rich_help_panel=group)(function)
+    app.command(function.__name__, cls=kind, context_settings=settings, rich_help_panel=group)(function)
 
 
 def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> Limits:

@@ -110,16 +110,6 @@ class StrategyQuestion:
     memory: float | None = None
     microbatches: int | None = None
 
-    def check(self, script: Path | None, profile: Path | None) -> None:
-        """Refuse what does not go together."""
-        if not self.strategy:
-            raise UsageError("expected --strategy with --workers or --batch, such as --strategy data=2,pipe=2 or auto")
-        if script is None or profile is not None:
-            raise UsageError("--strategy measures the model of a script; give a SCRIPT and leave --profile out")
-        for name, value in (("--workers", self.workers), ("--batch", self.batch)):
-            if value is not None and value < 1:
-                raise UsageError(f"expected {name} of at least 1, got {value}")
-
 
 def plan_strategy(
     asked: StrategyQuestion,
@@ -130,7 +120,13 @@ def plan_strategy(
     module: bool = False,
 ) -> None:
     """Measure a script's model and the links of a short job, and show what a strategy costs."""
-    asked.check(script, profile)
+    if not asked.strategy:
+        raise UsageError("expected --strategy with --workers or --batch, such as --strategy data=2,pipe=2 or auto")
+    if script is None or profile is not None:
+        raise UsageError("--strategy measures the model of a script; give a SCRIPT and leave --profile out")
+    for name, value in (("--workers", asked.workers), ("--batch", asked.batch)):
+        if value is not None and value < 1:
+            raise UsageError(f"expected {name} of at least 1, got {value}")
     from polytempo.pipeline.stage_message import rows
     from polytempo.strategy.strategy import Strategy
 
@@ -140,7 +136,6 @@ def plan_strategy(
     if asked.microbatches is not None and not wanted.automatic:
         wanted = replace(wanted, microbatches=asked.microbatches)
     with progress_bar() as bar:
-        assert script is not None
         task = bar.add_task(f"running {script.name} up to its model", total=None)
         found = look_into(script, arguments, module)
         bar.update(task, description="measuring its layers, and the links of a short job")
@@ -248,7 +243,6 @@ def _made(script: Path, module: ModuleType, what: str, needed: bool = True) -> A
 
 
 def _line(problem: BaseException, file: str) -> int:
-    """The last line of the script that had to do with it."""
     if isinstance(problem, SyntaxError) and problem.filename == file:
         return problem.lineno or 0
     line, trace = 0, problem.__traceback__

@@ -17,7 +17,7 @@ from polytempo.records.files import read_events, read_meta, refused_modes, spec_
 from polytempo.records.lines import MAIN, MEAN, of_optimizer
 from polytempo.records.replay import replay
 from polytempo.records.step_figures import figures_of
-from polytempo.report.pipeline_picture import draw_pipeline, last_updates
+from polytempo.report.picture import draw_pipeline, last_updates
 from polytempo.report.straggler_report import full_report, straggler_report
 
 

@@ -163,27 +163,21 @@ def run_job(
 
 def _show_summary(job: LocalJob) -> None:
     from polytempo.launcher.display import progress_line
-
-    if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
-        job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
-        _show_straggler(job)
-    if job.progress is not None:
-        job.display.say(progress_line(job.progress))
-    if job.record_lost:
-        job.display.say(f"warning: {job.record_lost}")
-
-
-def _show_straggler(job: LocalJob) -> None:
-    """Say which worker was slow, why, and what would help, where one was."""
     from polytempo.records.files import spec_of
     from polytempo.records.step_figures import figures_from
     from polytempo.report.straggler_report import closing_line, straggler_report
 
-    spec = spec_of({"job": job.summary, "spec": job.request.sync})
-    refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
-    record = str(job.request.record) if job.request.record else ""
-    if line := closing_line(straggler_report(figures_from(job.paces), spec, refused), record):
-        job.display.say(line)
+    if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
+        job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
+        spec = spec_of({"job": job.summary, "spec": job.request.sync})
+        refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
+        record = str(job.request.record) if job.request.record else ""
+        if line := closing_line(straggler_report(figures_from(job.paces), spec, refused), record):
+            job.display.say(line)
+    if job.progress is not None:
+        job.display.say(progress_line(job.progress))
+    if job.record_lost:
+        job.display.say(f"warning: {job.record_lost}")
 
 
 def worker(

@@ -109,14 +109,6 @@ class Settings:
     note: str = ""  #: what a record could not tell
     chosen: bool = True  #: did the user choose the modes?
 
-    def shorter_steps(self) -> Settings:
-        """The same with steps of a tenth, and the modes for it."""
-        step, fixed = mean_step_time(self.cluster) / 10, self.cluster.fixed_time / 10
-        cluster = replace(self.cluster, step_time=step, fixed_time=fixed)
-        return replace(
-            self, cluster=cluster, jobs=tuple(_jobs(default_modes(cluster, self.seed), (), cluster, default=True))
-        )
-
 
 def simulate(
     file: Annotated[Path | None, typer.Argument(help="YAML with cluster, sync, budget, train; flags override it.")] = None,
@@ -249,7 +241,6 @@ def _trace_table(found: TraceAnalysis, name: str) -> TextTable:
 
 
 def _shares(shares: Sequence[float]) -> str:
-    """Micro-batches of each replica, where they fit in a cell."""
     if not shares:
         return "as recorded"
     if min(shares) == max(shares):
@@ -304,20 +295,17 @@ def say_assumptions(settings: Settings) -> list[Assumption]:
 def say_advice(settings: Settings, advice: Advice) -> None:
     """Print the doubts, and last what to use and why."""
     typer.echo(_folded(CAVEAT))
-    other = doubtful(settings, advice)
-    if other is not None:
-        short = written_seconds(mean_step_time(settings.cluster) / 10)
-        doubt = f"The step time was assumed; with {short} it would be {other}: measure yours and give --step-time."
-        typer.echo(_folded(doubt))
+    assumed = settings.sources["step time"].startswith(ASSUMED)
+    if assumed and settings.cluster.model_bytes and not settings.chosen:  # would another mode be advised for short steps?
+        step = mean_step_time(settings.cluster) / 10
+        cluster = replace(settings.cluster, step_time=step, fixed_time=settings.cluster.fixed_time / 10)
+        jobs = tuple(_jobs(default_modes(cluster, settings.seed), (), cluster, default=True))
+        other = advise(simulate_all(replace(settings, cluster=cluster, jobs=jobs), quiet=True)).best.sync
+        short = written_seconds(step)
+        if other != advice.best.sync:
+            doubt = f"The step time was assumed; with {short} it would be {other}: measure yours and give --step-time."
+            typer.echo(_folded(doubt))
     typer.echo(_folded(use_line(advice)))
-
-
-def doubtful(settings: Settings, advice: Advice) -> str | None:
-    """The mode that would be advised if steps were ten times shorter, where their time was assumed and it is another one."""
-    if settings.chosen or not settings.sources["step time"].startswith(ASSUMED) or not settings.cluster.model_bytes:
-        return None
-    other = advise(simulate_all(settings.shorter_steps(), quiet=True)).best.sync
-    return other if other != advice.best.sync else None
 
 
 def _training(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
@@ -586,7 +574,6 @@ def _record_folders(directory: Path | None, settings: Settings) -> dict[tuple[st
 
 @contextmanager
 def _bar(name: str, quiet: bool) -> Iterator[ReportProgress | None]:
-    """A progress bar on a terminal's standard error, and nothing elsewhere."""
     with progress_bar(quiet) as bar:
         task = bar.add_task(name, total=1.0)
         yield None if bar.disable else lambda share: bar.update(task, completed=share)

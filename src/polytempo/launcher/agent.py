@@ -119,7 +119,6 @@ class Agent:
             return INTERRUPTED if self._interrupted else int(self._failed or bool(self._cause))
 
     def _watch(self) -> None:
-        """Until the job ends, or this host is left out of it."""
         next_heartbeat, self._heard = 0.0, time.monotonic()
         while self._monitor.running() and not self._cause and not self._interrupted:
             if time.monotonic() >= next_heartbeat:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import time
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,27 @@ KEY_VARIABLE = "POLYTEMPO_KEY_FILE"
 BREAKPOINT_VARIABLE, DEBUGGER_VARIABLE = "PYTHONBREAKPOINT", "POLYTEMPO_DEBUGGER"
 #: The process that holds a rank in a job, and which: set by `init`, for the processes that this one starts.
 WORKER_VARIABLE = "POLYTEMPO_WORKER"
+
+
+@dataclass
+class Emulation:
+    """Delays of a worker (`--slow` and `--hiccup`): in proportion to its compute time, and random stalls."""
+
+    factor: float = 1.0
+    probability: float = 0.0
+    seconds: float = 0.0
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def delay(self, computed: float) -> float:
+        """Seconds to sleep after a step that took `computed`."""
+        hiccup = self.seconds if self.probability and self.dice.random() < self.probability else 0.0
+        return (self.factor - 1) * computed + hiccup
+
+    def slow_down(self, computed: float) -> None:
+        """Sleep for `delay(computed)` seconds."""
+        delay = self.delay(computed)
+        if delay > 0:
+            time.sleep(delay)
 
 
 @dataclass(frozen=True)
@@ -79,6 +102,10 @@ class JobFacts:
             "MASTER_PORT": str(self.port),
         }
 
+    def emulation(self, rank: int) -> Emulation:
+        """A worker's emulation: its hiccups are the same in every run with the same seed."""
+        return Emulation(self.slow.get(rank, 1.0), *self.hiccup, random.Random(f"{self.seed}/{rank}"))
+
     def emulated_host(self, rank: int) -> EmulatedHost | None:
         """A worker's place on the emulated network; None where the network is real."""
         return EmulatedHost(worker_name(rank), self.proxies[rank]) if rank in self.proxies else None
@@ -95,23 +122,13 @@ class JobFacts:
 
 def job_from(data: dict[str, Any]) -> JobFacts:
     """The facts in plain data."""
-    slow = {int(rank): float(factor) for rank, factor in data.pop("slow", {}).items()}
-    addresses, positions = tuple(data.pop("addresses", ())), tuple(data.pop("positions", ()))
-    probability, seconds = data.pop("hiccup", (0.0, 0.0))
-    tokens, proxies = ({int(rank): str(text) for rank, text in data.pop(name, {}).items()} for name in ("tokens", "proxies"))
-    link = data.pop("link", None)
-    companions = tuple(data.pop("companions", ()))
-    return JobFacts(
-        **data,
-        addresses=addresses,
-        positions=positions,
-        slow=slow,
-        hiccup=(probability, seconds),
-        tokens=tokens,
-        proxies=proxies,
-        link=tuple(link) if link else None,
-        companions=companions,
-    )
+    facts = {**data, "addresses": data.get("addresses", ())}
+    for name in ("slow", "tokens", "proxies"):
+        facts[name] = {int(rank): value for rank, value in facts.get(name, {}).items()}
+    for name in ("addresses", "positions", "companions", "hiccup", "link"):
+        if facts.get(name) is not None:
+            facts[name] = tuple(facts[name])
+    return JobFacts(**facts)
 
 
 def read_job(path: str | Path) -> JobFacts:

@@ -96,7 +96,8 @@ class JobProcesses:
         away = bool(self._request.listen) and not self._request.insecure
         self.keys: JobKeys | None = make_keys() if away or self._request.link else None
         self._secret = make_secret()  # of the servers alone
-        self._port = free_port()
+        with socket.create_server(("", 0)) as free:
+            self._port = int(free.getsockname()[1])  # free now, for scripts that call torch.distributed
         self.servers: dict[ChildProcess, int] = {}  #: with their shards
         self.workers: dict[ChildProcess, int] = {}  #: with their ranks
         self.link: ChildProcess | None = None  #: the emulated network
@@ -141,7 +142,10 @@ class JobProcesses:
             variables = {**facts.torch_variables(rank), **self._threads()}
             log = self._log(f"worker-{rank}")
             file = self.folder.job_file
-            child = start_worker(request.program, file, rank, variables, log, request.fork, self._standing(rank))
+            standing = WATCHED
+            if rank == request.reader:  # it has the launcher's standard input, and with --debug its output as well
+                standing = Standing(reads=True, direct=request.debug is not None, in_foreground=os.isatty(0))
+            child = start_worker(request.program, file, rank, variables, log, request.fork, standing)
             self.workers[child] = rank
             self.monitor.add(child)
             display.detail(f"worker {rank} is process {child.process.pid}")
@@ -265,12 +269,6 @@ class JobProcesses:
         share = max(1, (os.cpu_count() or 1) // busy)
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
 
-    def _standing(self, rank: int) -> Standing:
-        """Of a worker: whether it has the launcher's standard input, and with --debug its output as well."""
-        if rank != self._request.reader:
-            return WATCHED
-        return Standing(reads=True, direct=self._request.debug is not None, in_foreground=os.isatty(0))
-
     def _log(self, name: str) -> Path | None:
         return self._request.record / "logs" / f"{name}.log" if self._request.record else None
 
@@ -304,9 +302,3 @@ def start_worker(
     return ChildProcess(
         f"worker {rank}", program.command(folder), environment, log, forks=forks, standing=standing, body=body
     )
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])

@@ -483,7 +483,6 @@ class LocalJob:
             self._apply(self._supervisor.server_exited(server, cause, self._lost_server()), event.child)
 
     def _on_gone(self, message: Gone) -> None:
-        """A worker on another host has ended."""
         if message.asked:
             self._asked.add(message.worker)
         self._worker_ended(message.worker, message.reason, message.cause)
@@ -636,7 +635,6 @@ class LocalJob:
             end.note_lost(f"the servers were waited for longer than {patience:g} s{stopped}")
 
     def _report(self) -> int:
-        """The last lines; the exit status."""
         end = self._end
         if end.interrupted or (end.at_once and not end.finished):
             cut = end.at_once and not end.finished

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -40,21 +40,20 @@ def read_events(directory: str | Path) -> Iterator[RecordLine]:
     path = Path(directory) / EVENTS
     try:
         with path.open(encoding="utf-8", errors=ESCAPED) as file:
-            yield from parse_lines(file, str(path))
+            for number, text in enumerate(file, 1):
+                yield _parsed(text, path, number)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}; expected a directory made with --record") from None
 
 
-def parse_lines(texts: Iterable[str], name: str) -> Iterator[RecordLine]:
-    """Lines from their texts; `name` is what an error calls their source."""
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RecordError(f"{name}, line {number}: not JSON ({error.msg}); the record may be cut short") from None
-        if not isinstance(line, dict) or "kind" not in line or "t" not in line:
-            raise RecordError(f"{name}, line {number}: expected an object with 't' and 'kind', got {text.strip()[:60]}")
-        yield line
+def _parsed(text: str, path: Path, number: int) -> RecordLine:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}, line {number}: not JSON ({error.msg}); the record may be cut short") from None
+    if not isinstance(line, dict) or "kind" not in line or "t" not in line:
+        raise RecordError(f"{path}, line {number}: expected an object with 't' and 'kind', got {text.strip()[:60]}")
+    return line
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
@@ -174,12 +173,9 @@ def _json(value: Any, **form: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, **form)
     except ValueError:
         text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **form)
-    return text if text.isascii() else _joined(text)
-
-
-def _joined(text: str) -> str:
-    """In a locale that is not UTF-8 a name's bytes beyond ASCII came as surrogates: those that are UTF-8 are joined."""
-    try:
+    if text.isascii():
+        return text
+    try:  # in a locale that is not UTF-8 a name's bytes beyond ASCII came as surrogates: those that are UTF-8 are joined
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # there are surrogates that stand for no byte
         return text

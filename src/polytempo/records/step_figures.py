@@ -176,7 +176,6 @@ def _groups(steps: Sequence[tuple[float, float]]) -> list[tuple[float, float, in
 
 
 def _middle(weighted: Sequence[tuple[float, float]]) -> float:
-    """The weighted median."""
     half, total = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         total += weight
@@ -186,7 +185,6 @@ def _middle(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 def _error(steps: Sequence[tuple[float, float]], fixed: float, slope: float) -> float:
-    """The standard error of the fixed part, with a robust deviation of the steps."""
     deviation = MAD * median(abs(y - fixed - slope * x) for x, y in steps)
     mean = fmean(x for x, _ in steps)
     square = sum((x - mean) ** 2 for x, _ in steps)

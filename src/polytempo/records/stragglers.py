@@ -403,7 +403,6 @@ def _noise(values: Sequence[float | None]) -> float:
 
 
 def _stretch(values: Sequence[float | None]) -> tuple[int, int]:
-    """The stretch of the largest sum; windows without a figure count for nothing."""
     best, best_sum, begin, total = (0, 0), 0.0, 0, 0.0
     for index, value in enumerate(values):
         total += value or 0.0
@@ -451,7 +450,6 @@ def _stalled(workers: Sequence[WorkerPace], worker: int | None, paces: JobPaces)
 
 
 def _of_all(paces: JobPaces, part: str, least: float) -> Straggler | None:
-    """Do all workers spend much of their time on this part?"""
     shares, seconds = [], []
     for pace in paces.workers:
         steps = pace.unstalled()

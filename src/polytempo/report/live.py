@@ -16,6 +16,11 @@ from polytempo.summation import in_order
 NO_METRIC = ("t", "kind", "worker", "optimizer", "steps")
 #: How a record writes a number that is not finite: as a text, which a script may also log.
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+#: The figures of an outcome that meta.json has by the same names.
+OF_JOB = (
+    *("seconds", "steps", "samples", "discarded", "updates", "samples_per_second", "efficiency", "waiting"),
+    *("staleness_mean", "staleness_max"),
+)
 
 
 @dataclass(frozen=True)
@@ -94,17 +99,8 @@ def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
     return Outcome(
         sync=spec_of(meta).text,
         via=meta.get("options", {}).get("via", "ps"),
-        seconds=job["seconds"],
-        steps=job["steps"],
-        samples=job["samples"],
-        discarded=job["discarded"],
-        updates=job["updates"],
-        samples_per_second=job["samples_per_second"],
-        efficiency=job["efficiency"],
-        waiting=job["waiting"],
         communicating=in_order(worker.communicating_s for worker in workers) / present,
-        staleness_mean=job["staleness_mean"],
-        staleness_max=job["staleness_max"],
         max_lead=lead,
         workers=workers,
+        **{name: job[name] for name in OF_JOB},
     )

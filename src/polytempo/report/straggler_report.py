@@ -269,7 +269,6 @@ def closing_line(report: StragglerReport, record: str = "") -> str:
 
 
 def _worth(share: float, seconds: float) -> bool:
-    """Is a gain large enough to be named, as a share and in seconds?"""
     return share >= WORTH and seconds >= WORTH_SECONDS
 
 
@@ -307,18 +306,15 @@ def found_in_words(one: Straggler) -> str:
     if one.worker is None:
         doing = "wait for data" if one.cause == "input" else "exchange gradients"
         return f"all workers {doing} for {100 * one.share:.0f} % of their own time"
+    when = f"from {one.since:.0f} s on" if one.since else "since the start"
+    if one.until is not None:
+        when = f"from {one.since:.0f} s to {one.until:.0f} s"
     why = {
         "computing": "computing the same work takes it",
         "input": "it waits for its data, and a step takes it",
         "network": "its exchanges take long, and a step takes it",
     }[one.cause]
-    return f"worker {one.worker} is slow: {why} {_times(one.factor)} as long as the others, {_when(one)}"
-
-
-def _when(one: Straggler) -> str:
-    if one.until is not None:
-        return f"from {one.since:.0f} s to {one.until:.0f} s"
-    return f"from {one.since:.0f} s on" if one.since else "since the start"
+    return f"worker {one.worker} is slow: {why} {_times(one.factor)} as long as the others, {when}"
 
 
 def _times(factor: float) -> str:
@@ -328,11 +324,8 @@ def _times(factor: float) -> str:
 def _cost(cost: CostOfStraggler) -> str:
     if cost.share < 0.01:
         return "it costs this mode next to nothing"
-    return f"it costs about {100 * cost.share:.0f} % of the time ({_seconds(cost.seconds)})"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= WHOLE else f"{seconds:.1f} s"
+    seconds = f"{cost.seconds:.0f} s" if cost.seconds >= WHOLE else f"{cost.seconds:.1f} s"
+    return f"it costs about {100 * cost.share:.0f} % of the time ({seconds})"
 
 
 def _gain(gain: float) -> str:

@@ -150,7 +150,6 @@ def speed_comparison(runs: Sequence[LiveRun], title: str) -> TextTable:
 
 
 def _time_to(run: Trained, target: float) -> str:
-    """A time, and where there were several runs, between which two they lay."""
     if not run.curve:
         return "-"
     time = run.time_to(target)
@@ -191,13 +190,12 @@ def verdict(runs: Sequence[Trained], target: float) -> str:
         return f"none reaches {100 * target:g} %; the best, {mode_name(best.outcome)}, {ends}"
     first, name = there[0]
     others = [f"{other} takes {time / first:.2f}x as long" for time, other in there[1:]]
-    missed = [_missed(run) for run in runs if run.time_to(target) is None]
+    missed = []
+    for run in runs:
+        if run.time_to(target) is None:
+            name_of, end = mode_name(run.outcome), _seconds(run.outcome.seconds)
+            missed.append(f"{name_of} does not by {end} s" if run.curve else f"of {name_of} nothing was logged")
     return "; ".join([f"{name} reaches {100 * target:g} % first, after {_seconds(first)} s", *others, *missed])
-
-
-def _missed(run: Trained) -> str:
-    name = mode_name(run.outcome)
-    return f"{name} does not by {_seconds(run.outcome.seconds)} s" if run.curve else f"of {name} nothing was logged"
 
 
 def speed_verdict(outcomes: Sequence[Outcome]) -> str:
@@ -222,7 +220,6 @@ def falls_short(runs: Sequence[Looks], of: Sequence[Looks]) -> bool:
 
 
 def _variance(runs: Sequence[Looks]) -> float:
-    """Of the end of a run, by chance."""
     if len(runs) > 1:
         return stdev(looks[-1] for looks in runs) ** 2
     last = runs[0][-max(LEAST, round(LAST * len(runs[0]))) :]
@@ -243,7 +240,6 @@ def short_of_bsp(runs: Sequence[Trained], metric: str = "accuracy") -> str:
 
 
 def _looks_of(run: Trained) -> list[Looks]:
-    """Of each of its runs that has seen anything."""
     curves = [one.curve for one in run.runs] if isinstance(run, RepeatedRun) else [run.curve]
     return [[value for _, value in curve] for curve in curves if curve]
 
