@@ -31,7 +31,7 @@ from polytempo.cli.simulate import (
 from polytempo.errors import UsageError, counted
 from polytempo.launcher.program import command_again
 from polytempo.records.files import read_meta
-from polytempo.report.advice import advice_table, run_options, situation_of
+from polytempo.report.advice import advice_table, gain_over, run_options, situation_of
 from polytempo.report.advice import advise as choose
 from polytempo.report.straggler_report import DEALT
 from polytempo.simulate.description import Experiment
@@ -88,6 +88,6 @@ def advise(
     if cluster.model_bytes and recorded.get("runs") != "function":
         typer.echo("Between hosts: add --listen HOST:PORT --expect N.")
     typer.echo(f"\n{command}")
-    told = {"use": advice.best.sync, "because": advice.because(), "command": command, "gain": advice.gain}
-    told |= {"assumptions": {one.name: one.as_dict() for one in found}}
+    told: dict[str, Any] = {"use": advice.best.sync, "because": advice.because(), "command": command}
+    told |= {"gain": gain_over(advice.best, advice.base), "assumptions": {one.name: one.as_dict() for one in found}}
     write_json(json_file, {**told, "outcomes": [outcome.as_dict() for outcome in advice.ranked]})

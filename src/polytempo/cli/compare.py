@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +28,7 @@ from polytempo.cli.options import (
     SyncOption,
     Workers,
     complete_mode,
-    emulation_of,
-    limits_of,
+    limits_and_emulation,
     write_json,
 )
 from polytempo.errors import UsageError, counted
@@ -73,6 +71,7 @@ def compare(
     fork: Fork = False,
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
+    given = dict(locals())
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
     from polytempo.launcher.program import program_of
@@ -84,8 +83,7 @@ def compare(
     common: dict[str, Any] = {
         "program": program_of(script, arguments, module),
         "servers": servers,
-        "limits": limits_of(steps, samples, seconds),
-        **emulation_of(slow, hiccup, link),
+        **limits_and_emulation(given),
         "seed": seed,
         "on_divergence": on_divergence,
         "fork": fork,
@@ -97,10 +95,11 @@ def compare(
         raise UsageError(f"expected --repeats of at least 1, got {repeats}")
     places = [(mode, turn) for turn in range(repeats) for mode in modes]  # in turns: a machine that slows down slows all
     directory = out or _free_directory(OUT)
-    folders = {place: _folder(directory, *place, repeats) for place in places}
-    checked = {}
-    for (mode, turn), folder in folders.items():  # as `polytempo run` would start each
-        fields = common | {"record": folder} | JobOptions(workers=workers, sync=mode).settled()
+    folders, checked = {}, {}
+    for mode, turn in places:  # as `polytempo run` would start each
+        folder = directory / mode.replace(":", "-").replace(",", "-")
+        folders[mode, turn] = folder if repeats == 1 else folder / f"run-{turn + 1}"
+        fields = common | {"record": folders[mode, turn]} | JobOptions(workers=workers, sync=mode).settled()
         checked[mode, turn] = RunRequest(**fields).checked()
     runs: dict[str, list[LiveRun]] = {mode: [] for mode in modes}
     for number, ((mode, turn), job) in enumerate(checked.items(), 1):
@@ -128,17 +127,11 @@ def compare(
 
 def _free_directory(directory: Path) -> Path:
     """This directory, or the first with a number behind it, in which there are no records."""
-    found = directory
-    for number in count(2):
-        if not records_below(found):
-            break
+    found, number = directory, 1
+    while records_below(found):
+        number += 1
         found = directory.with_name(f"{directory.name}-{number}")
     return found
-
-
-def _folder(out: Path, mode: str, turn: int, repeats: int) -> Path:
-    folder = out / mode.replace(":", "-").replace(",", "-")
-    return folder if repeats == 1 else folder / f"run-{turn + 1}"
 
 
 def _which(number: int, modes: int, turn: int, repeats: int) -> str:

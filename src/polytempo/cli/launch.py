@@ -140,7 +140,7 @@ def launch(
         if error is None:
             raise JobEnded(job.cause.cause if job.cause is not None else "the job has failed")
         raise error.error from WorkerTraceback(f"worker {error.rank}: {error.text}")
-    if not job.has_finished(0):
+    if 0 not in job.finished:
         raise JobEnded("worker 0 was lost, and with it what the function has returned; the others have finished")
     found: Any = pickle.loads(result) if result else None
     return cast(T, found)

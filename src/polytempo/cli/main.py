@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -27,9 +28,6 @@ from polytempo.version import VERSION
 #: Errors of a disk, which are no mistake in the command.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-# The groups of commands, as their list shows them.
-JOBS, PREDICTIONS, RECORDS = "Jobs", "Predictions", "Records"
-
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=False,
@@ -37,60 +35,50 @@ app = typer.Typer(
     help="Distributed training in which synchronisation is a dial, not a fate.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-add(
-    app,
+# The groups of commands, as their list shows them.
+jobs, predictions, records = (partial(add, app, title) for title in ("Jobs", "Predictions", "Records"))
+jobs(
     run_job,
-    JOBS,
     "polytempo run -n 4 train.py --lr 0.1",
     "polytempo run -n 4 --sync ssp:3 --samples 30000 --record out/job examples/digits.py",
     "polytempo run -n 2 --checkpoint saved --checkpoint-every 500 train.py",
     modes=True,
     passes_on=True,
 )
-add(
-    app,
+jobs(
     worker,
-    JOBS,
     "polytempo worker --join 10.0.0.1:7077 --key-file workers.key -n 4 train.py",
     passes_on=True,
 )
-add(app, key, JOBS, "polytempo key job.key")
-add(
-    app,
+jobs(key, "polytempo key job.key")
+jobs(
     compare,
-    JOBS,
     "polytempo compare -n 4 --slow 3:3 --samples 30720 --target 0.95 examples/digits.py",
     "polytempo compare --sync bsp --sync asp --repeats 3 --seconds 20 examples/digits.py",
     modes=True,
     passes_on=True,
 )
-add(
-    app,
+predictions(
     simulate,
-    PREDICTIONS,
     "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
     "polytempo simulate --like out/job --sync every:8 --steps 960",
     "polytempo simulate --trace times.csv --sync bsp+balance --sync asp",
     modes=True,
 )
-add(
-    app,
+predictions(
     advise,
-    PREDICTIONS,
     "polytempo advise --workers 8 --slow 7:2 --bandwidth 1Gb/s --model 100MB --step-time 200ms",
     "polytempo advise out/job",
 )
-add(
-    app,
+predictions(
     plan,
-    PREDICTIONS,
     "polytempo plan examples/pipeline.py --devices 4:5GB/s",
     "polytempo plan examples/pipeline.py --devices 4x4:12GB/s,10Gb/s --memory 16GB -- --blocks 16",
     "polytempo plan --profile measured.json --devices 8:10Gb/s",
 )
-add(app, picture, RECORDS, "polytempo picture out/pipeline --last 2")
-add(app, check, RECORDS, "polytempo check out/job")
-add(app, explain, RECORDS, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
+records(picture, "polytempo picture out/pipeline --last 2")
+records(check, "polytempo check out/job")
+records(explain, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
 
 
 def _show_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -121,7 +121,16 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
         super().format_help(ctx, formatter)
-        typer.echo(last_lines(self.examples, self.modes, shutil.get_terminal_size((80, 24)).columns))
+        lines = [" Examples:", *(f"   {line}" for line in self.examples), ""]
+        if self.modes:  # what `--sync` may be
+            known, width = mode_examples(), shutil.get_terminal_size((80, 24)).columns
+            wide = max(map(len, known)) + 5
+            lines += [" Modes:"]
+            for example, meaning in known.items():
+                head = f"   {example}".ljust(wide)
+                lines += textwrap.wrap(meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
+            lines.append("")
+        typer.echo("\n".join(lines))
 
 
 class Commands(TyperGroup):
@@ -169,36 +178,20 @@ def _mentions(source: str, option: str) -> bool:
     return re.search(rf"(--|[\"']){word}\b|\b{word}\s*:", source) is not None
 
 
-def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
-    """What to type, and what `--sync` may be."""
-    lines = [" Examples:", *(f"   {line}" for line in examples), ""]
-    if modes:
-        known = mode_examples()
-        wide = max(map(len, known)) + 5
-        lines += [" Modes:"]
-        for example, meaning in known.items():
-            head = f"   {example}".ljust(wide)
-            lines += textwrap.wrap(meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
-        lines.append("")
-    return "\n".join(lines)
-
-
-def add(app: typer.Typer, function: Any, group: str, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
+def add(app: typer.Typer, group: str, function: Any, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
     """Make a function a command of a group, with examples in its help and, where it takes one, the modes."""
     kind = type("Command", (Command,), {"examples": examples, "modes": modes})
     settings = PASS_ON if passes_on else {}
     app.command(function.__name__, cls=kind, context_settings=settings, rich_help_panel=group)(function)
 
 
-def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> Limits:
-    """The budget of a job from its options."""
-    given = {"steps": steps, "samples": samples, "seconds": seconds}
-    return Limits(**{name: value for name, value in given.items() if value is not None})
-
-
-def emulation_of(slow: str | None, hiccup: str | None, link: str | None) -> dict[str, Any]:
-    """The fields `slow`, `hiccup`, `link` and `own_links` of a `RunRequest` from their options."""
+def limits_and_emulation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `RunRequest` that are made of several options, or of texts: `limits`, `slow`, `hiccup`, `link` and
+    `own_links`."""
+    limits = {name: given[name] for name in ("steps", "samples", "seconds") if given[name] is not None}
+    slow, hiccup, link = given["slow"], given["hiccup"], given["link"]
     return {
+        "limits": Limits(**limits),
         "slow": parse_factors(slow) if slow else {},
         "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
         **(dict(zip(("link", "own_links"), parse_links(link), strict=True)) if link is not None else {}),

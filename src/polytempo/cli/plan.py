@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +36,7 @@ from polytempo.units import parse_size
 
 if TYPE_CHECKING:
     from polytempo.pipeline.first_batch import Found
+    from polytempo.strategy.explanation import Explanation
 
 
 def plan(
@@ -76,8 +77,17 @@ def plan(
     topology = parse_topology(devices)
     limit = parse_size(memory, "--memory") if memory is not None else None
     if strategy is not None or workers is not None or batch is not None:
-        asked = StrategyQuestion(strategy or "", workers, batch, limit, microbatches)
-        return plan_strategy(asked, script, arguments or (), profile, json_file, module)
+        if not strategy:
+            raise UsageError("expected --strategy with --workers or --batch, such as --strategy data=2,pipe=2 or auto")
+        if script is None or profile is not None:
+            raise UsageError("--strategy measures the model of a script; give a SCRIPT and leave --profile out")
+        for name, value in (("--workers", workers), ("--batch", batch)):
+            if value is not None and value < 1:
+                raise UsageError(f"expected {name} of at least 1, got {value}")
+        shown = _strategy_cost(strategy, workers, batch, limit, microbatches, script, arguments or (), module)
+        typer.echo(str(shown))
+        write_json(json_file, shown.as_dict())
+        return
     if microbatches is not None and microbatches < 1:
         raise UsageError(f"expected --microbatches of at least 1, got {microbatches}")
     if (script is None) == (profile is None):
@@ -100,58 +110,40 @@ def plan(
 # Strategies.
 
 
-@dataclass(frozen=True)
-class StrategyQuestion:
-    """The options that go with --strategy."""
-
-    strategy: str
-    workers: int | None = None
-    batch: int | None = None
-    memory: float | None = None
-    microbatches: int | None = None
-
-
-def plan_strategy(
-    asked: StrategyQuestion,
-    script: Path | None,
+def _strategy_cost(
+    strategy: str,
+    workers: int | None,
+    batch: int | None,
+    memory: float | None,
+    microbatches: int | None,
+    script: Path,
     arguments: Sequence[str],
-    profile: Path | None,
-    json_file: Path | None,
-    module: bool = False,
-) -> None:
-    """Measure a script's model and the links of a short job, and show what a strategy costs."""
-    if not asked.strategy:
-        raise UsageError("expected --strategy with --workers or --batch, such as --strategy data=2,pipe=2 or auto")
-    if script is None or profile is not None:
-        raise UsageError("--strategy measures the model of a script; give a SCRIPT and leave --profile out")
-    for name, value in (("--workers", asked.workers), ("--batch", asked.batch)):
-        if value is not None and value < 1:
-            raise UsageError(f"expected {name} of at least 1, got {value}")
+    module: bool,
+) -> Explanation:
+    """Measure a script's model and the links of a short job: what a strategy costs."""
     from polytempo.pipeline.stage_message import rows
     from polytempo.strategy.strategy import Strategy
 
-    wanted = Strategy.parse(asked.strategy)
-    if asked.workers is None and (wanted.automatic or wanted.data is None):
-        raise UsageError(f"--strategy {asked.strategy} goes with any number of workers; give -n, such as -n 4")
-    if asked.microbatches is not None and not wanted.automatic:
-        wanted = replace(wanted, microbatches=asked.microbatches)
+    wanted = Strategy.parse(strategy)
+    if workers is None and (wanted.automatic or wanted.data is None):
+        raise UsageError(f"--strategy {strategy} goes with any number of workers; give -n, such as -n 4")
+    if microbatches is not None and not wanted.automatic:
+        wanted = replace(wanted, microbatches=microbatches)
     with progress_bar() as bar:
         task = bar.add_task(f"running {script.name} up to its model", total=None)
         found = look_into(script, arguments, module)
         bar.update(task, description="measuring its layers, and the links of a short job")
-        shown = wanted.explain(
+        return wanted.explain(
             found.model,
             found.example,
             loss=found.loss,
             optimizer=found.optimizer,
-            batch=asked.batch or found.batch or rows(found.example),
-            memory=asked.memory,
-            world=asked.workers,
+            batch=batch or found.batch or rows(found.example),
+            memory=memory,
+            world=workers,
             target=found.target,
             tensor_plan=found.tensor_plan,
         )
-    typer.echo(str(shown))
-    write_json(json_file, shown.as_dict())
 
 
 def _measured(script: Path, arguments: Sequence[str], repeats: int, module: bool) -> tuple[Profile, int | None]:

@@ -74,15 +74,14 @@ def picture(
     """Draw the timeline of a pipeline: forward, backward, update and idle time of each stage."""
     if last is not None and last < 1:
         raise UsageError(f"expected --last of at least 1, got {last}")
+    moments = None
+    if between is not None:
+        try:
+            begin, end = (float(part) for part in between.split(","))
+        except ValueError:
+            raise UsageError(f"expected --between FROM,TO in seconds, such as 0.5,1.5; got {between!r}") from None
+        moments = begin, end
     lines = last_updates(read_traces(folder), last) if last is not None else read_traces(folder)
     path = out or folder / "pipeline.png"
-    bubble = draw_pipeline(lines, path, title or folder.name, _moments(between) if between is not None else None)
+    bubble = draw_pipeline(lines, path, title or folder.name, moments)
     sys.stdout.write(f"written: {path}, bubble {100 * bubble:.1f} %\n")
-
-
-def _moments(text: str) -> tuple[float, float]:
-    try:
-        begin, end = (float(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"expected --between FROM,TO in seconds, such as 0.5,1.5; got {text!r}") from None
-    return begin, end

@@ -34,8 +34,7 @@ from polytempo.cli.options import (
     SyncOption,
     Workers,
     complete_mode,
-    emulation_of,
-    limits_of,
+    limits_and_emulation,
 )
 from polytempo.errors import UsageError
 from polytempo.report.summary import summary_line
@@ -147,13 +146,12 @@ def run_job(
 
     strategy, quiet = given["strategy"], given["quiet"]
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
-    fields |= emulation_of(given["slow"], given["hiccup"], given["link"]) | {"gpus": visible_gpus()}
+    fields |= limits_and_emulation(given) | {"gpus": visible_gpus()}
     saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
     options = JobOptions(
         strategy, given["workers"], given["expect"], given["sync"], given["via"], given["min_workers"], saves
     )
-    limits = limits_of(given["steps"], given["samples"], given["seconds"])
-    request = RunRequest(program, **fields | options.settled(), limits=limits)
+    request = RunRequest(program, **fields | options.settled())
     job = LocalJob(request.checked(), Display(request.sync, quiet, given["verbose"]), collect)
     status = job.run()
     if status == 0 and not quiet:
@@ -168,7 +166,7 @@ def _show_summary(job: LocalJob) -> None:
     from polytempo.report.straggler_report import closing_line, straggler_report
 
     if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
-        job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
+        job.display.say(summary_line(job.request.sync, job.summary, len(job.finished), job.request.size, job.seconds))
         spec = spec_of({"job": job.summary, "spec": job.request.sync})
         refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
         record = str(job.request.record) if job.request.record else ""

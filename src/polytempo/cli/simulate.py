@@ -68,8 +68,6 @@ from polytempo.units import (
 if TYPE_CHECKING:
     from polytempo.traces.analysis import TraceAnalysis
 
-ReportProgress = Callable[[float], None]
-
 EVALUATIONS = 120  #: of a training run, about
 LIMITS = ("seconds", "steps", "samples", "steps_each")
 DEFAULT_STEPS = 100  # of each worker, in runs without training
@@ -228,16 +226,8 @@ def _trace_table(found: TraceAnalysis, name: str) -> TextTable:
         f"{name}: {what}{stages}, {counted(found.steps, 'step')}\n"
         f"a step takes {found.actual:.2f} s (re-simulated), {found.slowdown:.2f}x the ideal {found.ideal:.2f} s"
     )
-    heads = (
-        "mode",
-        "joint batch\n(s)",
-        "times\nfaster",
-        "waiting\n(%)",
-        "stale\nmean",
-        "\nmax",
-        "micro-batches\nat the end",
-    )
-    return TextTable(title, heads, tuple(rows))
+    heads = ("mode", "joint batch\n(s)", "times\nfaster", "waiting\n(%)", "stale\nmean", "\nmax")
+    return TextTable(title, (*heads, "micro-batches\nat the end"), tuple(rows))
 
 
 def _shares(shares: Sequence[float]) -> str:
@@ -573,7 +563,7 @@ def _record_folders(directory: Path | None, settings: Settings) -> dict[tuple[st
 
 
 @contextmanager
-def _bar(name: str, quiet: bool) -> Iterator[ReportProgress | None]:
+def _bar(name: str, quiet: bool) -> Iterator[Callable[[float], None] | None]:
     with progress_bar(quiet) as bar:
         task = bar.add_task(name, total=1.0)
         yield None if bar.disable else lambda share: bar.update(task, completed=share)

@@ -68,12 +68,6 @@ def _prepare_for_terminal(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until its debugger takes it (`debugger.py`)
 
 
-def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
-    log.write(data)
-    log.flush()
-    return log
-
-
 class ChildProcess:
     """One process of a job: its output and its exit status."""
 
@@ -99,7 +93,10 @@ class ChildProcess:
         self._log: IO[bytes] | None = None
         self.log_lost = ""  #: why its output is not logged, in words
         if log is not None:
-            self._keep(lambda: log.open("wb"), str(log))
+            try:
+                self._log = log.open("wb")
+            except OSError as error:
+                self._give_up_log(error, str(log))
         self.screens = {1: Screen(), 2: Screen()}
         self._reaped = False
         variables = {**os.environ, **environment}
@@ -136,24 +133,23 @@ class ChildProcess:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return []
-        kept = self._log
-        if kept is not None:
-            self._keep(lambda: _appended(kept, data), kept.name)
+        if self._log is not None:
+            try:
+                self._log.write(data)
+                self._log.flush()
+            except OSError as error:
+                self._give_up_log(error, self._log.name)
         texts = self.screens[stream].feed(data, last=not data)
         if stream == 2:
             self.tail.extend(texts)
         return texts if data else (texts or None)
 
-    def _keep(self, act: Callable[[], IO[bytes]], path: str) -> None:
-        """Open or write the log; an error gives the log up, and the process goes on."""
-        try:
-            self._log = act()
-        except OSError as error:
-            kept, self._log = self._log, None
-            self.log_lost = record_lost(OSError(error.errno, error.strerror, path))
-            if kept is not None:
-                with suppress(OSError):  # its buffer still holds what could not be written
-                    kept.close()
+    def _give_up_log(self, error: OSError, path: str) -> None:
+        kept, self._log = self._log, None
+        self.log_lost = record_lost(OSError(error.errno, error.strerror, path))
+        if kept is not None:
+            with suppress(OSError):  # its buffer still holds what could not be written
+                kept.close()
 
     def ready_line(self, timeout: float) -> Any:
         """Wait for the first line of a child that says what it has made ready, as servers do; its content.
@@ -170,10 +166,6 @@ class ChildProcess:
         if not lines:
             raise PeerError(f"{self.label} has not started: {' '.join(self.tail) or f'no line from it in {timeout:g} s'}")
         return json.loads(lines[0])["ready"]
-
-    def forget_pipe(self, descriptor: int) -> None:
-        """Drop a pipe that has ended."""
-        del self.pipes[descriptor]
 
     def ended(self) -> int:
         """The exit status of a process that has ended; it is not reaped yet."""
@@ -312,9 +304,8 @@ class ProcessMonitor:
     def turn(self, timeout: float) -> Iterator[MonitorEvent]:
         """Wait for events, at most `timeout` seconds; signals come first."""
         ready = [key for key, _ in self._selector.select(timeout)]
-        for key in sorted(
-            ready, key=lambda key: not isinstance(key.data, Signalled)
-        ):  # a signal may be why a child has ended
+        # signals first: one may be why a child has ended
+        for key in sorted(ready, key=lambda key: not isinstance(key.data, Signalled)):
             if isinstance(key.data, Readable):
                 yield key.data
             elif isinstance(key.data, Signalled):
@@ -334,7 +325,7 @@ class ProcessMonitor:
         lines = child.read(descriptor)
         if lines is None:
             self._selector.unregister(descriptor)
-            child.forget_pipe(descriptor)
+            del child.pipes[descriptor]
             return
         yield from (OutputLine(child, line, stream == 2) for line in lines)
         screen = child.screens[stream]
@@ -344,9 +335,8 @@ class ProcessMonitor:
     def _ended(self, child: ChildProcess) -> Iterator[MonitorEvent]:
         self._selector.unregister(child.pidfd)
         status = child.ended()
-        for descriptor in list(
-            child.pipes
-        ):  # what is left; grandchildren may hold the pipe open, so its end is not waited for
+        # what is left; grandchildren may hold the pipe open, so its end is not waited for
+        for descriptor in list(child.pipes):
             before = -1
             while descriptor in child.pipes and before != 0:
                 events = list(self._read(child, descriptor))

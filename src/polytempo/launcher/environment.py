@@ -11,7 +11,7 @@ Pure: the environment is an argument. What each launcher really sets was found b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from polytempo.errors import UsageError
@@ -98,8 +98,9 @@ def _placement(launcher: Launcher, variables: dict[str, str], parent: str) -> Pl
             f"{counts[1]} must count processes, got {size}, less than the {local_size} on this host "
             f"({counts[-1]}); it seems to count hosts: unset it, or start with torchrun"
         )
-    _check_below(rank, size, counts[:2])
-    _check_below(local_rank, local_size, counts[2:])
+    for number, below, named in ((rank, size, counts[:2]), (local_rank, local_size, counts[2:])):
+        if named and number >= below:
+            raise UsageError(f"{named[0]} must be below {named[1]}, which is {below}, got {number}; ranks start at 0")
     if launcher is HYDRA and parent and size == local_size:
         variables["parent process"] = parent
     parts = [f"{key}={variables[key]}" for key in launcher.job if key in variables]
@@ -107,7 +108,10 @@ def _placement(launcher: Launcher, variables: dict[str, str], parent: str) -> Pl
         keys = ", ".join(launcher.job)
         raise UsageError(f"no variable says which job this is (one of {keys}); start with torchrun instead")
     name = f"{launcher.prefix}-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
-    address = _master(variables) if launcher in (TORCHRUN, BY_HAND) else ""
+    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    address = ""
+    if host and port and launcher in (TORCHRUN, BY_HAND):
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Placement(launcher.name, rank, size, local_rank, local_size, name, address)
 
 
@@ -116,15 +120,3 @@ def _whole(variables: Mapping[str, str], key: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"{key} must be an integer of at least 0, got {variables[key]!r}; start with polytempo run")
     return int(text)
-
-
-def _check_below(rank: int, size: int, keys: Sequence[str]) -> None:
-    if keys and rank >= size:
-        raise UsageError(f"{keys[0]} must be below {keys[1]}, which is {size}, got {rank}; ranks start at 0")
-
-
-def _master(variables: Mapping[str, str]) -> str:
-    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
-    if not (host and port):
-        return ""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,14 +39,10 @@ class Emulation:
     seconds: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def delay(self, computed: float) -> float:
-        """Seconds to sleep after a step that took `computed`."""
-        hiccup = self.seconds if self.probability and self.dice.random() < self.probability else 0.0
-        return (self.factor - 1) * computed + hiccup
-
     def slow_down(self, computed: float) -> None:
-        """Sleep for `delay(computed)` seconds."""
-        delay = self.delay(computed)
+        """Sleep after a step that took this number of seconds."""
+        hiccup = self.seconds if self.probability and self.dice.random() < self.probability else 0.0
+        delay = (self.factor - 1) * computed + hiccup
         if delay > 0:
             time.sleep(delay)
 
@@ -66,9 +63,8 @@ class JobFacts:
     link: tuple[float, float] | None = None  #: bytes a second and seconds one way, where the network is emulated
     positions: tuple[dict[str, Any], ...] = ()  #: how far the resumed jobs had read the data
     keys: dict[str, str] | None = None
-    via: str = (
-        "ps"  #: how gradients travel where the mode allows both; "auto": by all-reduce, unless the script needs servers
-    )
+    #: How gradients travel where the mode allows both; "auto": by all-reduce, unless the script needs servers.
+    via: str = "ps"
     meeting: str = ""  #: the rendezvous directory of the workers of this host
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False
@@ -143,7 +139,11 @@ def read_job(path: str | Path) -> JobFacts:
 
 def placement_of_environment() -> Placement | None:
     """How another launcher (torchrun, mpirun, srun) started this process; None when none did."""
-    parent = f"{os.getppid()}-{_started(os.getppid())}"
+    process, started = os.getppid(), ""  # with the time of its start the id identifies the process for good
+    with suppress(OSError, IndexError):
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+        started = stat.rpartition(")")[2].split()[19]
+    parent = f"{process}-{started}"
     return placement_of(os.environ, parent)  # of another launcher's variables: placement.py says which
 
 
@@ -176,14 +176,6 @@ def claimed_by(place: str) -> int:
 def chosen_debugger() -> str:
     """The debugger that the user has chosen for `breakpoint()`, as a dotted name; "0" for none."""
     return os.environ.get(DEBUGGER_VARIABLE) or os.environ.get(BREAKPOINT_VARIABLE) or "pdb.set_trace"
-
-
-def _started(process: int) -> str:
-    """The start time of a process: with its id it identifies the process for good."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ class JobEnd:
     finished: bool = False  #: the coordinator has sent the summary: all is written
     dismissed: bool = False  #: the servers have been waited for, and end now; one that is still starting is too late
     stopped: str = ""  #: the cause that the servers were told
-    lost: str = ""  #: how a server was lost after the workers had ended
+    lost: str = ""  #: how a server was lost after the workers had ended; the first one counts
     unsaved: str = ""  #: why the last checkpoint could not be written
 
     @property
@@ -222,10 +222,6 @@ class JobEnd:
     def in_words(self) -> str:
         """The cause that all processes are told; empty when all workers have finished."""
         return self.cause.cause if self.cause else ("interrupted" if self.interrupted else "")
-
-    def note_lost(self, how: str) -> None:
-        """A server is lost; the first one counts."""
-        self.lost = self.lost or how
 
     def unfinished(self, stop_when_unsaved: bool, hint: str) -> EndJob | None:
         """All workers have finished; the cause if the servers have not, or if the last checkpoint is missing."""
@@ -303,13 +299,9 @@ class LocalJob:
             return status
 
     @property
-    def finished(self) -> int:
-        """The number of workers that finished."""
-        return len(self._supervisor.finished)
-
-    def has_finished(self, rank: int) -> bool:
-        """Whether this worker has."""
-        return rank in self._supervisor.finished
+    def finished(self) -> set[int]:
+        """The workers that finished."""
+        return self._supervisor.finished
 
     @property
     def ended_by(self) -> signal.Signals | None:
@@ -355,7 +347,7 @@ class LocalJob:
             cause = f"was stopped for longer than {self._stopped.limit:g} s (--timeout)"
             child.kill(signal.SIGKILL)
             if self._supervisor.ending:
-                self._end.note_lost(f"{child.label} {cause}")
+                self._end.lost = self._end.lost or f"{child.label} {cause}"
             elif child is processes.link:
                 self._link_lost(cause)
             else:
@@ -479,7 +471,7 @@ class LocalJob:
         if not self._end.finished:
             server = self._processes.servers[event.child]
             if self._supervisor.ending and event.status and server in self._ready:  # before that it holds nothing
-                self._end.note_lost(f"server {server} {cause}")
+                self._end.lost = self._end.lost or f"server {server} {cause}"
             self._apply(self._supervisor.server_exited(server, cause, self._lost_server()), event.child)
 
     def _on_gone(self, message: Gone) -> None:
@@ -540,7 +532,7 @@ class LocalJob:
         elif message.about == "record":
             self._warn_lost_record(message.text)
         elif message.fatal and message.text != self._end.stopped:  # else it repeats the cause that the servers were told
-            self._end.note_lost(message.text)
+            self._end.lost = self._end.lost or message.text
         elif not message.fatal:
             self.display.say(message.text)
 
@@ -632,7 +624,7 @@ class LocalJob:
             self._handle(self._monitor.turn(0.1))
         if not (end.finished or end.lost or end.at_once) and self._coordinator.is_open:
             stopped = "".join(f"; {child.label} is stopped" for child in self._processes.servers if child.is_stopped)
-            end.note_lost(f"the servers were waited for longer than {patience:g} s{stopped}")
+            end.lost = f"the servers were waited for longer than {patience:g} s{stopped}"
 
     def _report(self) -> int:
         end = self._end

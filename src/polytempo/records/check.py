@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import BrokenInvariant
@@ -29,40 +28,33 @@ EVENTS = ("join", "push", "leave", "tick")
 RecordRule = Callable[[int, int], bool]  # (step, slowest) -> bool
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a mode promises about starting `step` while the slowest active worker is at `slowest`."""
-
-    may_start: RecordRule
-    may_wait: RecordRule
-
-
-def rules_for(spec: Spec) -> Rules:
-    """The contract's words for each mode, as functions."""
+def rules_for(spec: Spec) -> tuple[RecordRule, RecordRule]:
+    """The contract's words for each mode, as functions: whether a worker may start `step` while the slowest active worker is
+    at `slowest`, and whether it may have to wait."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
     if name == "gossip":  # neighbours, checked apart
-        return Rules(lambda c, low: True, lambda c, low: c > low)
+        return (lambda c, low: True, lambda c, low: c > low)
     if "quorum" in spec.options:  # merges, checked apart
-        return Rules(lambda c, low: True, lambda c, low: spec.capabilities.waits and c > low)
+        return (lambda c, low: True, lambda c, low: spec.capabilities.waits and c > low)
     if name in ("bsp", "bsp+balance") or spec.capabilities.averages:  # rounds, or blocks that end as rounds do
-        return Rules(lambda c, low: c <= low, lambda c, low: c > low)
+        return (lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
     if name == "ssp":
-        return Rules(lambda c, low: c - low <= argument, lambda c, low: c - low > argument)
+        return (lambda c, low: c - low <= argument, lambda c, low: c - low > argument)
     if name == "dssp":
         lower, upper = argument
-        return Rules(lambda c, low: c - low <= upper, lambda c, low: c - low > lower)
+        return (lambda c, low: c - low <= upper, lambda c, low: c - low > lower)
     if name == "dssp-paper":
-        return Rules(lambda c, low: True, lambda c, low: c - low > argument[0])
+        return (lambda c, low: True, lambda c, low: c - low > argument[0])
     if name == "every":
         soft = "wait" in spec.options
         inside: RecordRule = lambda c, low: c // argument <= low // argument  # noqa: E731
-        return Rules(lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
+        return (lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
     if name in ("bsp+backup", "anytime"):  # rounds, checked apart
-        return Rules(lambda c, low: True, lambda c, low: True)
-    return Rules(lambda c, low: True, lambda c, low: False)  # asp, delay, asup, downpour after its warm start
+        return (lambda c, low: True, lambda c, low: True)
+    return (lambda c, low: True, lambda c, low: False)  # asp, delay, asup, downpour after its warm start
 
 
 class RecordChecker:
@@ -71,7 +63,7 @@ class RecordChecker:
     def __init__(self, spec: Spec, workers: int, members: Sequence[int] = ()) -> None:
         self.spec = spec
         self.workers = len(members) or workers
-        self.rules = rules_for(spec)
+        self._may_start, self._may_wait = rules_for(spec)
         decoupled = "quorum" in spec.options
         self._corrections = Corrections(most=spec.options.get("drop")) if decoupled else spec.corrections
         self.lines = 0
@@ -199,7 +191,7 @@ class RecordChecker:
         else:
             lowest = self._slowest()
             assert lowest is not None
-            self._require(line, self.rules.may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
+            self._require(line, self._may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
             behind = all(self._pushed.get(other, step) < step for other in line["waiting_for"])
             self._require(line, behind and line["waiting_count"] > 0, "waits for a worker that is not behind")
             if self._neighbours:
@@ -235,7 +227,7 @@ class RecordChecker:
         allowed = self.spec.capabilities.ahead
         self._require(line, 0 <= ahead <= allowed, f"{ahead} ahead of its own finished exchanges, allowed {allowed}")
         if not allowed:
-            self._require(line, self.rules.may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
+            self._require(line, self._may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
         if name == "bsp+backup" and step > self._round:  # the first release of a round: the one before has just closed
             self._round = step
             needed = min(self.workers - self.spec.arguments[0], len(self._pushed))
@@ -266,7 +258,7 @@ class RecordChecker:
             self._require(line, self._alone is not None, "all workers wait for a warm start that none makes")
             return
         for step in set(self._held.values()):
-            self._require(line, self.rules.may_wait(step, lowest), f"a worker is still held for step {step} without need")
+            self._require(line, self._may_wait(step, lowest), f"a worker is still held for step {step} without need")
         for worker, step in self._held.items() if self._neighbours else ():
             assert self._neighbours is not None
             self._require(line, bool(self._neighbours.awaited(worker, step)), f"worker {worker} is held without need")

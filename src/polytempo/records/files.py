@@ -61,7 +61,13 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
 
     Raises: UsageError, when there is no record in the directory; RecordError, when what there is cannot be read."""
     path = Path(directory) / META
-    _check_is_record(path.parent)
+    directory = path.parent
+    if not holds_record(directory):
+        if inside := records_below(directory):
+            names = ", ".join(map(str, inside[:4])) + (", ..." if len(inside) > 4 else "")
+            raise UsageError(f"there is no record in {directory} itself; there is one in {names}")
+        what = "" if directory.is_dir() else ": it is a file" if directory.exists() else ": there is no such directory"
+        raise UsageError(f"there is no record in {directory}{what}; expected a directory written with --record")
     try:
         meta = json.loads(path.read_text(encoding="utf-8", errors=ESCAPED))
     except FileNotFoundError:
@@ -84,16 +90,6 @@ def spec_of(meta: Mapping[str, Any], optimizer_id: str = MAIN) -> Spec:
 def refused_modes(meta: Mapping[str, Any]) -> tuple[str, ...]:
     """Modes that the recorded job could not use: its optimizer would refuse them, or its command."""
     return (*meta.get("job", {}).get("refused", ()), *meta.get("options", {}).get("refused", ()))
-
-
-def _check_is_record(directory: Path) -> None:
-    if holds_record(directory):
-        return
-    if inside := records_below(directory):
-        names = ", ".join(map(str, inside[:4])) + (", ..." if len(inside) > 4 else "")
-        raise UsageError(f"there is no record in {directory} itself; there is one in {names}")
-    what = "" if directory.is_dir() else ": it is a file" if directory.exists() else ": there is no such directory"
-    raise UsageError(f"there is no record in {directory}{what}; expected a directory written with --record")
 
 
 # Writes a record: a directory with events.jsonl and meta.json.

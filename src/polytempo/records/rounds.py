@@ -112,11 +112,17 @@ class RoundChecker:
         for line in released:
             self._release(line)
         self._same_plan(event, released)
-        self._none_forgotten(event)
+        here = self._round
+        waiting = here is not None and not here.computing and bool(here.pushed or self._missed)
+        all_in = self._started and waiting
+        self._require(event, not all_in, f"all workers of round {self.number} have pushed, and it is open")
         for line in group:
             if line["kind"] == "apply":
                 self._apply(line)
-        self._halfway(event)
+        if here is not None and here.halfway == math.inf:
+            in_time = len(here.pushed) + len(self._missed)
+            if in_time and in_time >= len(here.computing):
+                here.halfway = event["t"]
 
     def _is_over(self) -> bool:
         """Have all workers of the round left, some after their push? It closes, and there are none to be released."""
@@ -141,9 +147,9 @@ class RoundChecker:
             self._missed[worker] = -1
 
     def _leave(self, worker: int) -> None:
+        for state in (self._overdue, self._missed):
+            state.pop(worker, None)
         self._members.discard(worker)
-        self._overdue.pop(worker, None)
-        self._missed.pop(worker, None)
         if self._round:
             self._round.computing.discard(worker)
 
@@ -245,22 +251,6 @@ class RoundChecker:
         closed.divisor = divisor
         each = LATEST * closed.deadline * self._fastest * self._largest
         self._require(line, 0 <= divisor <= SETTLED * self._most_members * each, f"no workers are as fast as {divisor:g}")
-
-    # After an event.
-
-    def _none_forgotten(self, event: RecordLine) -> None:
-        here = self._round
-        waiting = here is not None and not here.computing and bool(here.pushed or self._missed)
-        self._require(
-            event, not (waiting and self._started), f"all workers of round {self.number} have pushed, and it is open"
-        )
-
-    def _halfway(self, event: RecordLine) -> None:
-        here = self._round
-        if here is not None and here.halfway == math.inf:
-            in_time = len(here.pushed) + len(self._missed)
-            if in_time and in_time >= len(here.computing):
-                here.halfway = event["t"]
 
 
 @dataclass

@@ -311,7 +311,12 @@ class Doubt:
 
 def stragglers_in(paces: JobPaces) -> list[Straggler]:
     """All findings, those that cost most of a step first."""
-    found = [one for pace in paces.workers if (one := _lasting(pace, paces)) is not None]
+    found = []
+    for pace in paces.workers if len(paces.workers) > 1 else ():  # slow for a stretch of the run
+        judged = [_slow_in(pace, paces, part) for part in PARTS]
+        slow = [one for one in judged if isinstance(one, Straggler)]
+        if slow:
+            found.append(max(slow, key=lambda one: one.excess))
     accused = {(one.cause, one.worker) for one in found}
     if (uneven := _uneven(paces)) is not None:
         found.append(uneven)
@@ -323,13 +328,6 @@ def stragglers_in(paces: JobPaces) -> list[Straggler]:
 
 
 # One worker that is slow for a stretch of the run.
-
-
-def _lasting(pace: WorkerPace, paces: JobPaces) -> Straggler | None:
-    if len(paces.workers) < 2:
-        return None
-    candidates = [one for part in PARTS if isinstance(one := _slow_in(pace, paces, part), Straggler)]
-    return max(candidates, key=lambda one: one.excess, default=None)
 
 
 def _slow_in(pace: WorkerPace, paces: JobPaces, part: str) -> Straggler | Unsure:

@@ -111,11 +111,6 @@ class Advice:
     base: Outcome  #: bsp by its faster way, or the most cautious of those that were compared
     ranked: tuple[Outcome, ...]  #: the fastest first
 
-    @property
-    def gain(self) -> float:
-        """In throughput, over the base."""
-        return gain_over(self.best, self.base)
-
     def because(self) -> str:
         """The reason, in a clause or two."""
         base = self.base

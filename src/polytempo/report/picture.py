@@ -198,7 +198,18 @@ INNER, DIGIT = 10.2, 0.07
 
 def bars_of(lines: Iterable[Mapping[str, Any]]) -> list[Bar]:
     """Lines of a timeline or of a run; the first action starts at 0."""
-    bars = [_bar(line) for line in lines]
+    bars = []
+    for line in lines:  # a timeline has `action`, a run has `kind` and `microbatch`
+        missing = {"stage", "replica", "start", "end"} - line.keys()
+        word = str(line.get("action") or f"{line.get('kind', '')}{line.get('microbatch', '')}")
+        kind, number = word[:1], word[1:]
+        if missing or kind not in LOOKS:
+            wrong = (
+                f"one without {', '.join(sorted(missing))}" if missing else f"the action {word!r}, which is not F, B, W or U"
+            )
+            raise UsageError(f"expected lines of Timeline.as_lines() or of read_traces(), got {wrong}")
+        label, row = "" if kind == "U" else number, (line["stage"], line["replica"])
+        bars.append(Bar(row, kind, label, float(line["start"]), float(line["end"])))
     if not bars:
         raise UsageError("expected an action or more to draw, got none; let the pipeline make a step first")
     begin = min(bar.start for bar in bars)
@@ -251,18 +262,6 @@ def draw_pipeline(lines: Iterable[Mapping[str, Any]], path: Path, title: str, be
     _dress(axes, rows, total)
     _save(figure, path)
     return bubble
-
-
-def _bar(line: Mapping[str, Any]) -> Bar:
-    """A timeline has `action`, a run has `kind` and `microbatch`."""
-    missing = {"stage", "replica", "start", "end"} - line.keys()
-    word = str(line.get("action") or f"{line.get('kind', '')}{line.get('microbatch', '')}")
-    kind, number = word[:1], word[1:]
-    if missing or kind not in LOOKS:
-        wrong = f"one without {', '.join(sorted(missing))}" if missing else f"the action {word!r}, which is not F, B, W or U"
-        raise UsageError(f"expected lines of Timeline.as_lines() or of read_traces(), got {wrong}")
-    label = "" if kind == "U" else number
-    return Bar((line["stage"], line["replica"]), kind, label, float(line["start"]), float(line["end"]))
 
 
 def _draw_bars(axes: Any, rows: Sequence[Row], bars: Sequence[Bar], total: float) -> None:

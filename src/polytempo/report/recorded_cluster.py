@@ -76,9 +76,7 @@ def _step_times(pushes: list[StepFigures], batch: int, cost: StepCost | None, de
         if dealt and not one.samples:
             stuck += one.elapsed
             continue
-        count = max(
-            one.steps, 1
-        )  # micro-batches of one step; or local steps in a block, which are taken to be of one length
+        count = max(one.steps, 1)  # micro-batches of one step; or local steps in a block, taken to be of one length
         own, size = one.computed or one.elapsed, one.samples / count
         if dealt and one.elapsed:
             own = min(own, one.elapsed)  # one that was finished late began before

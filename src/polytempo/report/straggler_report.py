@@ -351,8 +351,16 @@ def full_report(report: StragglerReport, job: Mapping[str, Any], width: int = 10
     if paces is None:
         least = LEAST_STEPS + WARM_UP
         return f"{report.spec.text}: too few steps to judge; expected {least} of a worker at least, of a longer run"
-    notes = [textwrap.fill(note, width) for note in _notes(paces)]
-    parts = [_headline(report, paces, job), _table(paces).text(width), *notes]
+    notes = []
+    if not any(step.input for pace in paces.workers for step in pace.steps):
+        notes.append(
+            "No worker told how long it waited for data, so input counts as computing: give the model to "
+            "DistributedOptimizer(optimizer, model), or use pt.prepare."
+        )
+    if paces.absent:
+        ranks = ", ".join(map(str, paces.absent[:8]))
+        notes.append(f"Not judged, with fewer than {LEAST_STEPS + WARM_UP} steps: worker {ranks}.")
+    parts = [_headline(report, paces, job), _table(paces).text(width), *(textwrap.fill(note, width) for note in notes)]
     doubts = [textwrap.fill(f"In doubt: {_doubted(doubt)}.", width, subsequent_indent="   ") for doubt in report.doubts]
     if not report.costs:
         parts += doubts or ["Nothing is wrong: no worker is slow beyond a tenth of a step and beyond chance."]
@@ -385,19 +393,6 @@ def _table(paces: JobPaces) -> TextTable:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
-
-
-def _notes(paces: JobPaces) -> list[str]:
-    notes = []
-    if not any(step.input for pace in paces.workers for step in pace.steps):
-        notes.append(
-            "No worker told how long it waited for data, so input counts as computing: give the model to "
-            "DistributedOptimizer(optimizer, model), or use pt.prepare."
-        )
-    if paces.absent:
-        ranks = ", ".join(map(str, paces.absent[:8]))
-        notes.append(f"Not judged, with fewer than {LEAST_STEPS + WARM_UP} steps: worker {ranks}.")
-    return notes
 
 
 def _finding(number: int, cost: CostOfStraggler, spec: Spec, width: int) -> str:
