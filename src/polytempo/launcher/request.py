@@ -208,7 +208,8 @@ class RunRequest:
             check_no_record(self.record, self.overwrite)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         if path is not None:
-            check_modes(path.name, parse_spec(manifest.get("sync", self.sync)), self.spec)
+            before = replace(self, sync=manifest.get("sync", self.sync))  # the same job in the checkpoint's mode
+            check_modes(path.name, before.spec, self.spec)
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)
