@@ -161,11 +161,12 @@ def run_job(
 
 def _show_summary(job: LocalJob) -> None:
     from polytempo.launcher.display import progress_line
-    from polytempo.records.files import spec_of
-    from polytempo.records.step_figures import figures_from
-    from polytempo.report.straggler_report import closing_line, straggler_report
 
     if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
+        from polytempo.records.files import spec_of
+        from polytempo.records.step_figures import figures_from
+        from polytempo.report.straggler_report import closing_line, straggler_report
+
         job.display.say(summary_line(job.request.sync, job.summary, len(job.finished), job.request.size, job.seconds))
         spec = spec_of({"job": job.summary, "spec": job.request.sync})
         refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
