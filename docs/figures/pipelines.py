@@ -104,7 +104,7 @@ def work(name: str, folder: str) -> None:
 def draw(name: str) -> None:
     """What each rank did last, without the warming up."""
     from polytempo.pipeline.trace_files import read_traces
-    from polytempo.report.pipeline_picture import draw_pipeline, last_updates
+    from polytempo.report.picture import draw_pipeline, last_updates
 
     title = PICTURES[name][1]
     with TemporaryDirectory() as folder:

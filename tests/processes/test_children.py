@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from live import wait_until
 
-from polytempo.launcher.child_process import ChildProcess
-from polytempo.launcher.job_folder import JobFolder
-from polytempo.launcher.process_monitor import Exited, ProcessMonitor, Signalled
+from polytempo.launcher.child_process import ChildProcess, Exited, ProcessMonitor, Signalled
+from polytempo.launcher.job_processes import JobFolder
 
 SHELL = ["/bin/sh", "-c"]
 
@@ -135,7 +134,7 @@ def test_a_status_is_known_also_where_ended_children_are_ignored() -> None:
 
 KILLED = """
 import os, signal, subprocess, sys
-from polytempo.launcher.job_folder import JobFolder
+from polytempo.launcher.job_processes import JobFolder
 folder = JobFolder("launcher")
 (folder.path / "job.json").write_text("a key")
 for command in (["sleep", "1000"], ["setsid", "sleep", "1000"]):

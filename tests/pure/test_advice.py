@@ -20,14 +20,14 @@ from polytempo.launcher.function_program import FunctionProgram
 from polytempo.launcher.request import CheckedRequest
 from polytempo.records.files import RecordWriter
 from polytempo.records.step_figures import figures_of
-from polytempo.report import straggler_costs
-from polytempo.report.advice import advise, caution_of, default_modes, situation_of
+from polytempo.report import straggler_report as report_of_stragglers
+from polytempo.report.advice import advise, default_modes, situation_of
 from polytempo.report.straggler_report import closing_line, straggler_report
 from polytempo.simulate.cluster import Cluster, Hiccup, Link
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.capabilities import Caution
-from polytempo.sync.spec import MODES, compared
+from polytempo.sync.spec import MODES, compared, parse_spec
 
 GIGABIT = Link(bandwidth=1.25e8)
 
@@ -102,12 +102,12 @@ def test_the_modes_that_are_compared_follow_the_situation() -> None:
 
 
 def test_every_mode_has_its_place_in_the_order_of_caution() -> None:
-    found = {name: caution_of(mode.example) for name, mode in MODES.items()}
+    found = {name: parse_spec(mode.example).capabilities.caution for name, mode in MODES.items()}
     assert {name for name, caution in found.items() if caution is Caution.EXACT} == {"bsp", "bsp+balance"}
     assert {name for name, caution in found.items() if caution is Caution.FRESH} == {"bsp+backup", "anytime"}
     assert {name for name, caution in found.items() if caution is Caution.LOCAL} == {"local", "adacomm", "diloco"}
-    assert caution_of("diloco:100,quorum=2") is Caution.STALE
-    cautions = [caution_of(mode) for mode in compared()]
+    assert parse_spec("diloco:100,quorum=2").capabilities.caution is Caution.STALE
+    cautions = [parse_spec(mode).capabilities.caution for mode in compared()]
     assert cautions == sorted(cautions)
 
 
@@ -214,14 +214,14 @@ def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(
 ) -> None:
     """Jobs whose scripts refuse some modes, and whose commands refuse others: what is named, at the end of the run and from
     its record, is started by the same command with that mode."""
-    monkeypatch.setattr(straggler_costs, "STEPS", 60)  # cheaper, and as good for this
+    monkeypatch.setattr(report_of_stragglers, "STEPS", 60)  # cheaper, and as good for this
     named: set[str] = set()
     by_options: dict[str, set[str]] = {}
     for seed in range(40):
         job = draw_job(seed)
         options, checked = options_of_job(job, seed, typed)
         figures, unfit = figures_of(job.lines), Random(seed).sample(compared(), seed % 5)
-        report = straggler_report(figures, job.sync, {*unfit, *checked.request.refused_modes()})
+        report = straggler_report(figures, parse_spec(job.sync), {*unfit, *checked.request.refused_modes()})
         line = closing_line(report, str(tmp_path / "my record"))
         assert "\n" not in line
         with RecordWriter(tmp_path / "my record") as writer:
@@ -244,7 +244,7 @@ def test_the_advice_on_40_straggling_jobs_is_accepted_and_worth_it(
             named.add(gain[1])
         if not seed % 10:
             assert line == closing_line(report, str(tmp_path / "my record"))  # the same record, the same advice
-            assert "--sync" not in closing_line(straggler_report(figures, job.sync, compared()))
+            assert "--sync" not in closing_line(straggler_report(figures, parse_spec(job.sync), compared()))
     assert {"bsp+balance", "anytime:auto"} <= named
     assert len(by_options) >= 6
     assert set.union(*by_options.values()) >= {"bsp+balance", "anytime:auto", "local:8", "ssp:3", "asp"}

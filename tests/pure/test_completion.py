@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.completion import complete_mode, join_broken_words
 from polytempo.cli.main import run
+from polytempo.cli.options import complete_mode, join_broken_words
 from polytempo.sync.spec import MODES
 
 #: What is typed, as bash breaks it into words, the last one incomplete; and what it is offered.

@@ -122,7 +122,7 @@ def test_what_compare_prints_is_an_option_of_it(capsys: pytest.CaptureFixture[st
     outcome = simulate_job(Cluster(workers=2), "bsp", steps=20)
     one = LiveRun(outcome, ((0.0, 0.1), (1.0, 0.9)))
     for repeats in (1, 5):
-        _show([RepeatedRun((one,) * repeats, one)], 0.8, "two workers", repeats, "train.py", "accuracy")
+        _show([RepeatedRun(outcome, one.curve, runs=(one,) * repeats)], 0.8, "two workers", repeats, "train.py", "accuracy")
         assert set(OPTION.findall(capsys.readouterr().out)) <= options_of("compare")
     assert parse("polytempo compare --repeats 5 train.py")["repeats"] == 5
 

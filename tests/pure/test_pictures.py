@@ -19,7 +19,7 @@ from polytempo.report.scaling import scaling
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.spec import MODES
+from polytempo.sync.spec import MODES, parse_spec
 
 pytest.importorskip("matplotlib", reason="pictures need it: pip install polytempo[plots]")
 
@@ -146,7 +146,7 @@ def test_throughput_and_shares(count: int, drawn: list[Any]) -> None:
 @pytest.mark.parametrize("shards", [(1,), (1, 2, 4, 8), tuple(range(1, 13))])
 def test_scaling(shards: tuple[int, ...], drawn: list[Any]) -> None:
     cluster = Cluster(workers=1, step_time=0.25, model_bytes=1e8)
-    draw_scaling(scaling(cluster, "bsp", most=8, shards=shards), Path("a.png"), "bsp over shards")
+    draw_scaling(scaling(cluster, parse_spec("bsp"), most=8, shards=shards), Path("a.png"), "bsp over shards")
     assert len(checked(drawn).axes[1].get_lines()) >= len(shards)
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import SCHEDULES, make
 from polytempo.pipeline.timeline import run
-from polytempo.report import pipeline_picture
-from polytempo.report.pipeline_picture import LOOKS, STRIPES, WAITING, Bar, bars_of, bubble_of, clipped, draw_pipeline
+from polytempo.report.picture import LOOKS, STRIPES, WAITING, Bar, bars_of, bubble_of, clipped, draw_pipeline
 
 
 def recorded(lines: list[dict[str, Any]], shift: float) -> list[dict[str, Any]]:
@@ -90,14 +89,14 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    pytest.importorskip("matplotlib", reason="pictures need it: pip install polytempo[plots]")
-    kept, make_figure = Seen(), pipeline_picture._figure
+    drawing = pytest.importorskip("matplotlib.figure", reason="pictures need it: pip install polytempo[plots]")
+    kept, write = Seen(), drawing.Figure.savefig
 
-    def keep(*arguments: Any) -> Any:
-        kept.figure = make_figure(*arguments)
-        return kept.figure
+    def keep(figure: Any, *arguments: Any, **options: Any) -> None:
+        kept.figure = figure
+        write(figure, *arguments, **options)
 
-    monkeypatch.setattr(pipeline_picture, "_figure", keep)
+    monkeypatch.setattr(drawing.Figure, "savefig", keep)
     return kept
 
 

@@ -13,10 +13,11 @@ from polytempo.errors import UsageError
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
 from polytempo.report.scaling import scaling
-from polytempo.report.shortfall import falls_short, short_of_bsp
 from polytempo.report.table import (
     comparison,
+    falls_short,
     scaling_table,
+    short_of_bsp,
     speed_comparison,
     speed_verdict,
     trained_comparison,
@@ -25,6 +26,7 @@ from polytempo.report.table import (
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
 from polytempo.simulate.run import simulate_job
+from polytempo.sync.spec import parse_spec
 
 OUTCOMES = [simulate_job(STRAGGLER, sync, steps=200) for sync in ("bsp", "bsp+backup:1", "ssp:3", "asp")]
 
@@ -147,7 +149,7 @@ def test_pictures_of_runs_of_which_one_has_no_curve_and_with_a_name_that_is_no_t
 
 
 def test_scaling_shows_powers_of_two() -> None:
-    table = scaling_table(scaling(Cluster(), most=20, shards=(1,), steps_each=2), "")
+    table = scaling_table(scaling(Cluster(), parse_spec("bsp"), most=20, shards=(1,), steps_each=2), "")
     assert table.heads[1:] == ("n = 1", "n = 2", "n = 4", "n = 8", "n = 16", "n = 20")
     assert [row[0] for row in table.rows] == ["1 shard", "ring"]
 

@@ -9,14 +9,14 @@ import pytest
 
 from polytempo.errors import ClusterError
 from polytempo.records.lines import RecordLine
-from polytempo.records.step_cost import step_costs
-from polytempo.records.step_figures import StepFigures, figures_of
+from polytempo.records.step_figures import StepFigures, figures_of, step_costs
 from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.report.straggler_report import best_mode, straggler_report
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.description import cluster_from
 from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
+from polytempo.sync.spec import parse_spec
 
 FIXED, PER_SAMPLE, BATCH = 0.077, 0.0038, 32
 #: Small batches on a CPU, as they were measured: 6.2 ms a sample in batches of 32, 23 ms in micro-batches of 4.
@@ -104,14 +104,14 @@ def test_the_fixed_time_of_shares_and_micro_batches_by_hand() -> None:
 
 def test_advice_on_a_job_of_small_batches_knows_their_fixed_time() -> None:
     """Most of a step is fixed: shares by speed gain little, deadlines with eight micro-batches lose."""
-    report = straggler_report(figures_of(bsp_record([32, 8], stalls=0.0)), "bsp")
+    report = straggler_report(figures_of(bsp_record([32, 8], stalls=0.0)), parse_spec("bsp"))
     cost = next(cost for cost in report.costs if cost.straggler.cause == "computing")
-    gains = {mode.sync: mode.gain for mode in cost.modes}
+    gains = {mode.spec.text: mode.gain for mode in cost.modes}
     assert gains["anytime:auto"] < 0
-    best = best_mode(cost, "bsp")
+    best = best_mode(cost, parse_spec("bsp"))
     assert best is not None
-    truth = [simulate_job(replace(SMALL, batch=20), mode, steps=800).seconds for mode in ("bsp", best.sync)]
-    assert best.sync == "bsp+balance"
+    truth = [simulate_job(replace(SMALL, batch=20), mode, steps=800).seconds for mode in ("bsp", best.spec.text)]
+    assert best.spec.text == "bsp+balance"
     assert truth[0] / truth[1] > 1.05
 
 
@@ -129,6 +129,6 @@ def test_small_shares_do_not_make_a_worker_look_slower_than_it_is() -> None:
     lines: list[RecordLine] = []
     cluster = Cluster(workers=4, slow={1: 2.0}, batch=64, fixed_time=0.5)
     simulate_job(cluster, "bsp+balance", record=lines.append, figures=True, steps=400)
-    (cost,) = straggler_report(figures_of(lines), "bsp+balance").costs
+    (cost,) = straggler_report(figures_of(lines), parse_spec("bsp+balance")).costs
     assert (cost.straggler.cause, cost.straggler.worker) == ("computing", 1)
     assert cost.straggler.factor == pytest.approx(2.0, rel=0.1)

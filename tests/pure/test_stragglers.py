@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 
 import pytest
@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from straggling import TROUBLES, Drawn, draw_job
 
-from polytempo.records.paces import LEAST_STEPS, paces_of
-from polytempo.records.step_cost import WARM_UP
-from polytempo.records.step_figures import StepFigures, figures_of
-from polytempo.records.stragglers import Straggler, Unsure, doubts_in, stragglers_in
+from polytempo.records.step_figures import WARM_UP, StepFigures, figures_of
+from polytempo.records.stragglers import LEAST_STEPS, Straggler, Unsure, doubts_in, paces_of, stragglers_in
 from polytempo.report.straggler_report import (
     ADVICE,
     StragglerReport,
@@ -25,6 +23,7 @@ from polytempo.report.straggler_report import (
 )
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.run import simulate_job
+from polytempo.sync.spec import parse_spec
 
 #: False alarms in virtual jobs, causes that are named, and jobs with a doubt about a healthy worker.
 FALSE_ALARMS, NAMED, DOUBTED = 0.02, 0.95, 0.02
@@ -32,7 +31,7 @@ FALSE_ALARMS, NAMED, DOUBTED = 0.02, 0.95, 0.02
 
 def found_in(job: Drawn) -> list[Straggler]:
     """What `polytempo explain` says."""
-    return [cost.straggler for cost in straggler_report(figures_of(job.lines), job.sync).costs]
+    return [cost.straggler for cost in straggler_report(figures_of(job.lines), parse_spec(job.sync)).costs]
 
 
 def steps(seconds: dict[int, list[float]], work: dict[int, list[float]] | None = None) -> list[StepFigures]:
@@ -60,7 +59,7 @@ def test_500_virtual_jobs():
     wrong, named, troubled, doubted = [], 0, 0, 0
     for seed in range(500):
         job = draw_job(seed)
-        report = straggler_report(figures_of(job.lines), job.sync)
+        report = straggler_report(figures_of(job.lines), parse_spec(job.sync))
         found = {(cost.straggler.cause, cost.straggler.worker) for cost in report.costs}
         doubted += any(doubt.worker != job.worker for doubt in report.doubts)
         right = set() if job.cause == "none" else {(job.cause, job.worker)}
@@ -77,15 +76,15 @@ def test_500_virtual_jobs():
 def test_workers_that_wait_are_not_accused():
     lines = []
     simulate_job(Cluster(workers=4, slow={3: 3.0}), "bsp", record=lines.append, figures=True, steps=200)
-    report = straggler_report(figures_of(lines), "bsp")
+    report = straggler_report(figures_of(lines), parse_spec("bsp"))
     (cost,) = report.costs
     assert (cost.straggler.cause, cost.straggler.worker) == ("computing", 3)
     assert cost.straggler.factor == pytest.approx(3.0)
     assert cost.share == pytest.approx(2 / 3, abs=0.01)  # a round takes 3 s, of which 1 s would do
     assert cost.gain == pytest.approx(2.0, abs=0.05)
-    best = best_mode(cost, "bsp")
+    best = best_mode(cost, parse_spec("bsp"))
     assert best is not None
-    assert best.sync == "bsp+balance"
+    assert best.spec.text == "bsp+balance"
 
 
 def loaded(seed: int, workers: int, count: int, factor: float, load: float) -> list[StepFigures]:
@@ -107,7 +106,7 @@ def test_what_the_table_shows_on_a_loaded_host_is_named_with_the_doubt(count, lo
     """Short steps and slices of other processes: no test of chance is passed, but 28 ms beside 8 ms are said."""
     doubts = 0
     for seed in range(12):
-        report = straggler_report(loaded(seed, 2 + seed % 3, count, 3.5, load), "bsp")
+        report = straggler_report(loaded(seed, 2 + seed % 3, count, 3.5, load), parse_spec("bsp"))
         assert report.paces is not None
         doubted = [doubt for doubt in report.doubts if doubt.worker == 1]
         assert doubted or any(cost.straggler.worker == 1 for cost in report.costs)
@@ -120,7 +119,7 @@ def test_what_the_table_shows_on_a_loaded_host_is_named_with_the_doubt(count, lo
             assert "Nothing is wrong" not in text
             assert "no host is slow" not in text
             assert (doubt.compared, doubt.seconds) == ("own time", own[1])
-            assert doubt.as_dict() in report.as_dict()["doubts"]
+            assert asdict(doubt) in report.as_dict()["doubts"]
             assert closing_line(report) == closing_line(replace(report, doubts=()))  # no cost, no advice
     assert doubts or count == 120
 
@@ -152,7 +151,7 @@ def test_slow_exchanges_of_the_others_do_not_hide_a_slow_worker():
         for worker, (computed, away) in enumerate([(0.008, 0.020), (0.0285, 0.001), (0.008, 0.020)]):
             noise = dice.lognormvariate(0, 0.6)
             figures.append(StepFigures(worker, step, 0.05 * step, 32, computed=computed * noise, exchanged=away))
-    (doubt,) = straggler_report(figures, "bsp").doubts
+    (doubt,) = straggler_report(figures, parse_spec("bsp")).doubts
     assert (doubt.worker, doubt.compared) == (1, "computing and stalls")
     assert doubt.factor > 2
 
@@ -182,28 +181,28 @@ def test_a_worker_with_more_work_is_not_slow():
 def test_shares_by_speed_do_not_hide_a_slow_worker_and_are_not_recommended_again(sync):
     lines = []
     simulate_job(Cluster(workers=4, slow={1: 2.5}, batch=64), sync, record=lines.append, figures=True, steps=400)
-    report = straggler_report(figures_of(lines), sync)
+    report = straggler_report(figures_of(lines), parse_spec(sync))
     (cost,) = report.costs
     assert (cost.straggler.cause, cost.straggler.worker) == ("computing", 1)
     assert cost.straggler.factor == pytest.approx(2.5, rel=0.15)
-    assert sync not in [mode.sync for mode in cost.modes]
+    assert sync not in [mode.spec.text for mode in cost.modes]
 
 
 def test_nothing_is_said_where_nothing_is_wrong_and_of_short_runs():
     even = steps({worker: [1.0 + 0.02 * ((step * 7 + worker) % 5) for step in range(60)] for worker in range(4)})
-    report = straggler_report(even, "bsp")
+    report = straggler_report(even, parse_spec("bsp"))
     assert closing_line(report) == ""
     assert "Nothing is wrong" in full_report(report, {})
     least = LEAST_STEPS + WARM_UP
     short = steps({worker: [1.0] * (least - 1) for worker in range(4)})
-    assert straggler_report(short, "bsp").paces is None
-    assert "too few steps" in full_report(straggler_report(short, "bsp"), {})
-    assert straggler_report([], "bsp").paces is None
+    assert straggler_report(short, parse_spec("bsp")).paces is None
+    assert "too few steps" in full_report(straggler_report(short, parse_spec("bsp")), {})
+    assert straggler_report([], parse_spec("bsp")).paces is None
 
 
 def test_what_is_said_fits_in_one_line_and_names_each_cause():
     seconds = {worker: [1.0] * 60 for worker in range(7)} | {7: [1.4] * 60, 8: [4.0] * 60}
-    report = straggler_report(steps(seconds), "bsp")
+    report = straggler_report(steps(seconds), parse_spec("bsp"))
     assert len(report.costs) == 2
     line = closing_line(report, "out/job")
     assert line.startswith("worker 8 is slow")
@@ -233,7 +232,7 @@ some_steps = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(some_steps, min_size=0, max_size=200), st.sampled_from(["bsp", "anytime:auto", "bsp+balance", "local:4"]))
 def test_any_figures_can_be_judged(figures, sync):
-    report = straggler_report(sorted(figures, key=lambda one: one.t), sync)
+    report = straggler_report(sorted(figures, key=lambda one: one.t), parse_spec(sync))
     assert isinstance(report, StragglerReport)
     assert "\n" not in closing_line(report)
     assert full_report(report, {"samples_per_second": 1.0})

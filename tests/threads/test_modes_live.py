@@ -106,7 +106,7 @@ def test_a_slow_worker_sleeps_in_proportion_to_its_computing_however_many_optimi
         now[0] += seconds
         slept.append(seconds)
 
-    monkeypatch.setattr("polytempo.launcher.emulation.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("polytempo.launcher.job_facts.time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr("polytempo.train.optimizer.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def work(session: Session) -> None:

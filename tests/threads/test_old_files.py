@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
-from polytempo.cli.check import check
+from polytempo.cli.records import check
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob

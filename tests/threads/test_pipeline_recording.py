@@ -12,7 +12,7 @@ from piped import Outcome, batches, layered, piped
 from polytempo.cli.main import run
 from polytempo.errors import UsageError
 from polytempo.pipeline.trace_files import FIELDS, read_traces
-from polytempo.report.pipeline_picture import bars_of, last_updates
+from polytempo.report.picture import bars_of, last_updates
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.options import OutputOption
+from polytempo.cli.options import OutputOption, write_json
 from polytempo.cli.simulate import (
     BandwidthOption,
     BatchOption,
@@ -28,16 +25,16 @@ from polytempo.cli.simulate import (
     say_advice,
     say_assumptions,
     settle,
+    show,
     simulate_all,
 )
 from polytempo.errors import UsageError, counted
 from polytempo.launcher.program import command_again
 from polytempo.records.files import read_meta
-from polytempo.report.advice import advice_table, run_options, situation_of
+from polytempo.report.advice import advice_table, gain_over, run_options, situation_of
 from polytempo.report.advice import advise as choose
-from polytempo.report.straggler_costs import DEALT
+from polytempo.report.straggler_report import DEALT
 from polytempo.simulate.description import Experiment
-from polytempo.sync.spec import parse_spec
 
 
 def advise(
@@ -77,24 +74,20 @@ def advise(
     described = Experiment(cluster=load_experiment(file).cluster)  # it may also have modes, a budget and a training task
     settings = settle(described, flags | {"file": file}, like)
     advice = choose(simulate_all(settings, quiet=quiet))
-    cluster, spec = settings.cluster, parse_spec(advice.best.sync)
+    cluster = settings.cluster
     command = command_again(recorded, run_options(advice.best, cluster))
     found = say_assumptions(settings)
     total = samples or max(outcome.samples for outcome in advice.ranked)
     table = advice_table(
         advice, total, f"{counted(cluster.workers, 'worker')} ({situation_of(cluster, settings.seed).in_words()}):"
     )
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
-    typer.echo(f"{table.text(width)}\n")
+    show(table)
     say_advice(settings, advice)
-    if spec.capabilities.by_speed:
+    if advice.best.spec.capabilities.by_speed:
         typer.echo(f"The script must deal its batches {DEALT}.")
     if cluster.model_bytes and recorded.get("runs") != "function":
         typer.echo("Between hosts: add --listen HOST:PORT --expect N.")
     typer.echo(f"\n{command}")
-    if json_file:
-        told = {"use": advice.best.sync, "because": advice.because(), "command": command, "gain": advice.gain}
-        told |= {"assumptions": {one.name: one.as_dict() for one in found}}
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        outcomes = [outcome.as_dict() for outcome in advice.ranked]
-        json_file.write_text(json.dumps({**told, "outcomes": outcomes}, indent=1) + "\n", encoding="utf-8")
+    told: dict[str, Any] = {"use": advice.best.sync, "because": advice.because(), "command": command}
+    told |= {"gain": gain_over(advice.best, advice.base), "assumptions": {one.name: one.as_dict() for one in found}}
+    write_json(json_file, {**told, "outcomes": [outcome.as_dict() for outcome in advice.ranked]})

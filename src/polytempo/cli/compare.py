@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
     ComparisonOption,
@@ -30,19 +27,16 @@ from polytempo.cli.options import (
     StepBudget,
     SyncOption,
     Workers,
-    emulation_of,
-    limits_of,
+    complete_mode,
+    limits_and_emulation,
+    write_json,
 )
 from polytempo.errors import UsageError, counted
 from polytempo.records.files import read_events, read_meta, records_below
 from polytempo.report.live import LiveRun, RepeatedRun, live_run, repeated
 from polytempo.report.picture import check_picture, draw_comparison, draw_training
-from polytempo.report.shortfall import short_of_bsp
 from polytempo.report.summary import divergence_in_words
-from polytempo.report.table import TextTable, speed_comparison, speed_verdict, trained_comparison, verdict
-
-if TYPE_CHECKING:
-    from polytempo.launcher.request import CheckedRequest
+from polytempo.report.table import short_of_bsp, speed_comparison, speed_verdict, trained_comparison, verdict
 
 #: Where the records are, if it is not said; a number is added where there are records already.
 OUT = Path("out/compare")
@@ -77,18 +71,19 @@ def compare(
     fork: Fork = False,
 ) -> None:
     """Run a training script under several modes and compare time to a target, waiting and staleness."""
+    given = dict(locals())
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
     from polytempo.launcher.program import program_of
-    from polytempo.launcher.visible_gpus import visible_gpus
+    from polytempo.launcher.request import RunRequest, visible_gpus
+    from polytempo.strategy.job_options import JobOptions
 
     if picture:
         check_picture(picture)
     common: dict[str, Any] = {
         "program": program_of(script, arguments, module),
         "servers": servers,
-        "limits": limits_of(steps, samples, seconds),
-        **emulation_of(slow, hiccup, link),
+        **limits_and_emulation(given),
         "seed": seed,
         "on_divergence": on_divergence,
         "fork": fork,
@@ -100,8 +95,12 @@ def compare(
         raise UsageError(f"expected --repeats of at least 1, got {repeats}")
     places = [(mode, turn) for turn in range(repeats) for mode in modes]  # in turns: a machine that slows down slows all
     directory = out or _free_directory(OUT)
-    folders = {place: _folder(directory, *place, repeats) for place in places}
-    checked = {place: _checked(place[0], workers, common | {"record": folder}) for place, folder in folders.items()}
+    folders, checked = {}, {}
+    for mode, turn in places:  # as `polytempo run` would start each
+        folder = directory / mode.replace(":", "-").replace(",", "-")
+        folders[mode, turn] = folder if repeats == 1 else folder / f"run-{turn + 1}"
+        fields = common | {"record": folders[mode, turn]} | JobOptions(workers=workers, sync=mode).settled()
+        checked[mode, turn] = RunRequest(**fields).checked()
     runs: dict[str, list[LiveRun]] = {mode: [] for mode in modes}
     for number, ((mode, turn), job) in enumerate(checked.items(), 1):
         title = f"{mode} ({_which(number, len(modes), turn, repeats)})"
@@ -117,8 +116,7 @@ def compare(
     middle = [repeated(found, target) for found in runs.values()]
     _show(middle, target, title, repeats, script, metric)
     typer.echo(f"records: {directory}", err=True)
-    if json_file:
-        _write_json(json_file, [run for found in runs.values() for run in found])
+    write_json(json_file, [run.as_dict() for found in runs.values() for run in found])
     if picture:
         if any(run.curve for run in middle):
             draw_training(middle, target, picture, title, "seconds")
@@ -127,41 +125,21 @@ def compare(
         typer.echo(f"picture: {picture}", err=True)
 
 
-def _checked(mode: str, workers: int, fields: dict[str, Any]) -> CheckedRequest:
-    """The job that `polytempo run` would start in this mode."""
-    from polytempo.launcher.request import RunRequest
-    from polytempo.strategy.job_options import JobOptions
-
-    return RunRequest(**fields | JobOptions(workers=workers, sync=mode).settled()).checked()
-
-
-def _write_json(path: Path, runs: list[LiveRun]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n", encoding="utf-8")
-
-
 def _free_directory(directory: Path) -> Path:
     """This directory, or the first with a number behind it, in which there are no records."""
-    found = directory
-    for number in count(2):
-        if not records_below(found):
-            break
+    found, number = directory, 1
+    while records_below(found):
+        number += 1
         found = directory.with_name(f"{directory.name}-{number}")
     return found
 
 
-def _folder(out: Path, mode: str, turn: int, repeats: int) -> Path:
-    folder = out / mode.replace(":", "-").replace(",", "-")
-    return folder if repeats == 1 else folder / f"run-{turn + 1}"
-
-
 def _which(number: int, modes: int, turn: int, repeats: int) -> str:
-    """Which of how many."""
     mode = f"mode {number - turn * modes} of {modes}"
     return mode if repeats == 1 else f"{mode}, run {turn + 1} of {repeats}"
 
 
-def _no_metric(script: str, metric: str, run: LiveRun | RepeatedRun) -> str:
+def _no_metric(script: str, metric: str, run: LiveRun) -> str:
     named = f", or give --metric NAME for one that rises to it (it logs {', '.join(run.logged)})" if run.logged else ""
     return (
         f"{script} logged no {metric}, so modes are compared by their speed alone; for the time to a target "
@@ -171,7 +149,10 @@ def _no_metric(script: str, metric: str, run: LiveRun | RepeatedRun) -> str:
 
 def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, script: str, metric: str) -> None:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-    table, says = _compared(runs, target, title, metric)
+    if any(run.curve for run in runs):  # by the time to the target, where any run logged the metric
+        table, says = trained_comparison(runs, target, title, metric), verdict(runs, target)
+    else:
+        table, says = speed_comparison(runs, title), speed_verdict([run.outcome for run in runs])
     typer.echo()
     typer.echo(table.text(width))
     typer.echo()
@@ -190,10 +171,3 @@ def _show(runs: list[RepeatedRun], target: float, title: str, repeats: int, scri
         if repeats == 1
         else f"of {repeats} runs of each mode the middle one by time; in brackets the shortest and the longest time"
     )
-
-
-def _compared(runs: list[RepeatedRun], target: float, title: str, metric: str) -> tuple[TextTable, str]:
-    """The table and its verdict: by the time to the target where any run logged the metric, else by speed."""
-    if any(run.curve for run in runs):
-        return trained_comparison(runs, target, title, metric), verdict(runs, target)
-    return speed_comparison(runs, title), speed_verdict([run.outcome for run in runs])

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 from polytempo.cli.run import run_job
 from polytempo.errors import JobEnded, UsageError
+from polytempo.launcher.child_process import INTERRUPTED
 from polytempo.launcher.function_program import WorkerError, WorkerTraceback, errors_in, first_cause, program_for, result_in
 from polytempo.launcher.job_facts import job_of_environment, placement_of_environment
-from polytempo.launcher.process_monitor import INTERRUPTED
 
 T = TypeVar("T")
 
@@ -114,42 +114,33 @@ def launch(
         ```
     """
     given = dict(locals())
-    _check_place()
-    program = program_for(function, tuple(args), dict(kwargs or {}))
-    folders = {name: Path(given[name]) for name in ("record", "checkpoint", "resume") if given[name] is not None}
-    given = {name: given[name] for name in given if name not in ("function", "args", "kwargs", "n")} | folders
-    given |= {"workers": n, "listen": None, "expect": 0, "host_timeout": 5.0, "insecure": False, "fork": False}
-    outcome = _Outcome()
-    status, job = run_job(program, given, outcome.collect)
-    if status == INTERRUPTED:
-        signal.raise_signal(job.ended_by or signal.SIGINT)  # it was the launcher's; now it is the caller's
-        raise KeyboardInterrupt
-    if status:
-        named = job.cause.worker if job.cause is not None else None
-        error = first_cause(outcome.errors, named)
-        if error is None:
-            raise JobEnded(job.cause.cause if job.cause is not None else "the job has failed")
-        raise error.error from WorkerTraceback(f"worker {error.rank}: {error.text}")
-    if not job.has_finished(0):
-        raise JobEnded("worker 0 was lost, and with it what the function has returned; the others have finished")
-    found: Any = pickle.loads(outcome.result) if outcome.result else None
-    return cast(T, found)
-
-
-class _Outcome:
-    """What workers have left in the job's folder."""
-
-    result = b""
-    errors: tuple[WorkerError, ...] = ()
-
-    def collect(self, folder: Path) -> None:
-        self.result, self.errors = result_in(folder), errors_in(folder)
-
-
-def _check_place() -> None:
-    """Refuse a call where no job can be started."""
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("launch() was called in another thread than the main one, which has Ctrl-C; call it there")
     placement = placement_of_environment()
     if job_of_environment() is not None or (placement is not None and placement.size > 1):
         raise UsageError("launch() starts a job, and this process is a worker of one; call it outside of the job")
+    program = program_for(function, tuple(args), dict(kwargs or {}))
+    folders = {name: Path(given[name]) for name in ("record", "checkpoint", "resume") if given[name] is not None}
+    given = {name: given[name] for name in given if name not in ("function", "args", "kwargs", "n")} | folders
+    given |= {"workers": n, "listen": None, "expect": 0, "host_timeout": 5.0, "insecure": False, "fork": False}
+    result = b""
+    errors: tuple[WorkerError, ...] = ()
+
+    def collect(folder: Path) -> None:  # what workers have left there
+        nonlocal result, errors
+        result, errors = result_in(folder), errors_in(folder)
+
+    status, job = run_job(program, given, collect)
+    if status == INTERRUPTED:
+        signal.raise_signal(job.ended_by or signal.SIGINT)  # it was the launcher's; now it is the caller's
+        raise KeyboardInterrupt
+    if status:
+        named = job.cause.worker if job.cause is not None else None
+        error = first_cause(errors, named)
+        if error is None:
+            raise JobEnded(job.cause.cause if job.cause is not None else "the job has failed")
+        raise error.error from WorkerTraceback(f"worker {error.rank}: {error.text}")
+    if 0 not in job.finished:
+        raise JobEnded("worker 0 was lost, and with it what the function has returned; the others have finished")
+    found: Any = pickle.loads(result) if result else None
+    return cast(T, found)

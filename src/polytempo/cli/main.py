@@ -8,21 +8,18 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from polytempo.cli.advise import advise
-from polytempo.cli.check import check
 from polytempo.cli.compare import compare
-from polytempo.cli.completion import join_broken_words
-from polytempo.cli.explain import explain
-from polytempo.cli.key import key
-from polytempo.cli.options import Commands, add
-from polytempo.cli.picture import picture
+from polytempo.cli.options import Commands, add, join_broken_words
 from polytempo.cli.plan import plan
+from polytempo.cli.records import check, explain, picture
+from polytempo.cli.run import key, worker
 from polytempo.cli.run import run as run_job
-from polytempo.cli.run import worker
 from polytempo.cli.simulate import simulate
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.launcher.standard_streams import open_standard_streams, silence
@@ -31,9 +28,6 @@ from polytempo.version import VERSION
 #: Errors of a disk, which are no mistake in the command.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-# The groups of commands, as their list shows them.
-JOBS, PREDICTIONS, RECORDS = "Jobs", "Predictions", "Records"
-
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=False,
@@ -41,66 +35,50 @@ app = typer.Typer(
     help="Distributed training in which synchronisation is a dial, not a fate.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-add(
-    app,
+# The groups of commands, as their list shows them.
+jobs, predictions, records = (partial(add, app, title) for title in ("Jobs", "Predictions", "Records"))
+jobs(
     run_job,
-    "run",
-    JOBS,
     "polytempo run -n 4 train.py --lr 0.1",
     "polytempo run -n 4 --sync ssp:3 --samples 30000 --record out/job examples/digits.py",
     "polytempo run -n 2 --checkpoint saved --checkpoint-every 500 train.py",
     modes=True,
     passes_on=True,
 )
-add(
-    app,
+jobs(
     worker,
-    "worker",
-    JOBS,
     "polytempo worker --join 10.0.0.1:7077 --key-file workers.key -n 4 train.py",
     passes_on=True,
 )
-add(app, key, "key", JOBS, "polytempo key job.key")
-add(
-    app,
+jobs(key, "polytempo key job.key")
+jobs(
     compare,
-    "compare",
-    JOBS,
     "polytempo compare -n 4 --slow 3:3 --samples 30720 --target 0.95 examples/digits.py",
     "polytempo compare --sync bsp --sync asp --repeats 3 --seconds 20 examples/digits.py",
     modes=True,
     passes_on=True,
 )
-add(
-    app,
+predictions(
     simulate,
-    "simulate",
-    PREDICTIONS,
     "polytempo simulate --workers 32 --slow 30:3,31:3 --bandwidth 1Gb/s --model 20MB",
     "polytempo simulate --like out/job --sync every:8 --steps 960",
     "polytempo simulate --trace times.csv --sync bsp+balance --sync asp",
     modes=True,
 )
-add(
-    app,
+predictions(
     advise,
-    "advise",
-    PREDICTIONS,
     "polytempo advise --workers 8 --slow 7:2 --bandwidth 1Gb/s --model 100MB --step-time 200ms",
     "polytempo advise out/job",
 )
-add(
-    app,
+predictions(
     plan,
-    "plan",
-    PREDICTIONS,
     "polytempo plan examples/pipeline.py --devices 4:5GB/s",
     "polytempo plan examples/pipeline.py --devices 4x4:12GB/s,10Gb/s --memory 16GB -- --blocks 16",
     "polytempo plan --profile measured.json --devices 8:10Gb/s",
 )
-add(app, picture, "picture", RECORDS, "polytempo picture out/pipeline --last 2")
-add(app, check, "check", RECORDS, "polytempo check out/job")
-add(app, explain, "explain", RECORDS, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
+records(picture, "polytempo picture out/pipeline --last 2")
+records(check, "polytempo check out/job")
+records(explain, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
 
 
 def _show_version(wanted: bool) -> None:
@@ -130,7 +108,10 @@ def run(arguments: list[str]) -> int:
     try:
         return app(arguments or ["--help"], standalone_mode=False, prog_name="polytempo") or 0
     except typer.TyperException as error:
-        return _fail(f"{_sentence(error.format_message())} Try: {_command_of(error)} --help", 2)
+        text, context = error.format_message(), getattr(error, "ctx", None)
+        sentence = text if text.endswith((".", "?", "!")) else f"{text}."
+        command = context.command_path if context is not None else "polytempo"  # as far as it was understood
+        return _fail(f"{sentence} Try: {command} --help", 2)
     except UsageError as error:
         return _fail(str(error), 2)
     except PolytempoError as error:
@@ -145,16 +126,6 @@ def run(arguments: list[str]) -> int:
         return _fail(f"{what}{error.strerror or error}", 1 if error.errno in FULL else 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "?", "!")) else f"{text}."
-
-
-def _command_of(error: typer.TyperException) -> str:
-    """The command, as far as it was understood: typer's errors of usage know it."""
-    context = getattr(error, "ctx", None)
-    return context.command_path if context is not None else "polytempo"
 
 
 def _fail(text: str, status: int) -> int:

@@ -1,15 +1,16 @@
-"""What the commands share: their options, the text of their help, a progress bar.
+"""What the commands share: their options, the text of their help, shell completion, a progress bar, files of figures.
 
 A command's help shows its options in groups, and ends with examples to type and, where it takes `--sync`, the list of modes.
-Flags are shown without a type.
+Flags are shown without a type. Completion (`polytempo --install-completion`) is typer's; here is what it does not know.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -83,6 +84,9 @@ Insecure = Annotated[bool, HostOption("--insecure", help="No keys, no encryption
 #: Everything after SCRIPT belongs to the script.
 PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
+#: Says, in the environment of a completion, which shell asks. The name is typer's.
+ASKING = "_POLYTEMPO_COMPLETE"
+
 
 class Command(TyperCommand):
     """A command whose flags are shown by their names alone, and whose help ends with examples."""
@@ -104,7 +108,11 @@ class Command(TyperCommand):
         script, arguments = ctx.params.get("script"), ctx.params.get("arguments")
         if script and arguments and not ctx.params.get("quiet"):
             names = [name for param in self.params if param.name in ctx.params for name in param.opts]
-            if behind := misplaced(names, arguments, _source(script)):
+            try:
+                source = Path(script).read_text(encoding="utf-8", errors="replace")
+            except OSError:  # no such file: what is run is a module, or the check of the command says it
+                source = None
+            if behind := misplaced(names, arguments, source):
                 stand, are, them = ("stand", "are", "them") if len(behind) > 1 else ("stands", "is", "it")
                 where = f"{', '.join(behind)} {stand} behind {script} and {are} passed on to it"
                 typer.echo(f"polytempo: {where}; put {them} before {script} where {ctx.command_path} is meant", err=True)
@@ -113,7 +121,16 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
         super().format_help(ctx, formatter)
-        typer.echo(last_lines(self.examples, self.modes, shutil.get_terminal_size((80, 24)).columns))
+        lines = [" Examples:", *(f"   {line}" for line in self.examples), ""]
+        if self.modes:  # what `--sync` may be
+            known, width = mode_examples(), shutil.get_terminal_size((80, 24)).columns
+            wide = max(map(len, known)) + 5
+            lines += [" Modes:"]
+            for example, meaning in known.items():
+                head = f"   {example}".ljust(wide)
+                lines += textwrap.wrap(meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
+            lines.append("")
+        typer.echo("\n".join(lines))
 
 
 class Commands(TyperGroup):
@@ -161,46 +178,20 @@ def _mentions(source: str, option: str) -> bool:
     return re.search(rf"(--|[\"']){word}\b|\b{word}\s*:", source) is not None
 
 
-def _source(script: str) -> str | None:
-    """Its text; None where there is no such file: what is run is a module, or the check of the command says it."""
-    try:
-        return Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
-def last_lines(examples: tuple[str, ...], modes: bool, width: int) -> str:
-    """What to type, and what `--sync` may be."""
-    lines = [" Examples:", *(f"   {line}" for line in examples), ""]
-    if modes:
-        known = mode_examples()
-        wide = max(map(len, known)) + 5
-        lines += [" Modes:"]
-        for example, meaning in known.items():
-            head = f"   {example}".ljust(wide)
-            lines += textwrap.wrap(meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
-        lines.append("")
-    return "\n".join(lines)
-
-
-def add(
-    app: typer.Typer, function: Any, name: str, group: str, *examples: str, modes: bool = False, passes_on: bool = False
-) -> None:
+def add(app: typer.Typer, group: str, function: Any, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
     """Make a function a command of a group, with examples in its help and, where it takes one, the modes."""
     kind = type("Command", (Command,), {"examples": examples, "modes": modes})
     settings = PASS_ON if passes_on else {}
-    app.command(name, cls=kind, context_settings=settings, rich_help_panel=group)(function)
+    app.command(function.__name__, cls=kind, context_settings=settings, rich_help_panel=group)(function)
 
 
-def limits_of(steps: int | None, samples: int | None, seconds: float | None) -> Limits:
-    """The budget of a job from its options."""
-    given = {"steps": steps, "samples": samples, "seconds": seconds}
-    return Limits(**{name: value for name, value in given.items() if value is not None})
-
-
-def emulation_of(slow: str | None, hiccup: str | None, link: str | None) -> dict[str, Any]:
-    """The fields `slow`, `hiccup`, `link` and `own_links` of a `RunRequest` from their options."""
+def limits_and_emulation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `RunRequest` that are made of several options, or of texts: `limits`, `slow`, `hiccup`, `link` and
+    `own_links`."""
+    limits = {name: given[name] for name in ("steps", "samples", "seconds") if given[name] is not None}
+    slow, hiccup, link = given["slow"], given["hiccup"], given["link"]
     return {
+        "limits": Limits(**limits),
         "slow": parse_factors(slow) if slow else {},
         "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
         **(dict(zip(("link", "own_links"), parse_links(link), strict=True)) if link is not None else {}),
@@ -212,3 +203,34 @@ def progress_bar(quiet: bool = False) -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write figures to the file that was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+# Completion.
+
+
+def complete_mode(incomplete: str) -> list[tuple[str, str]]:
+    """What `--sync` may be, with its meaning; nothing behind a colon, where bash would not replace the name before it."""
+    return [] if ":" in incomplete else list(mode_examples().items())
+
+
+def join_broken_words(environment: MutableMapping[str, str]) -> None:
+    """Put together what bash broke at a colon or an equals sign: typer would take the rest of `ssp:3` for the script."""
+    if environment.get(ASKING) != "complete_bash":
+        return
+    words = [""]
+    current = int(environment["COMP_CWORD"])
+    place = current
+    for number, word in enumerate(environment["COMP_WORDS"].split("\n")):
+        if number and any(part and not part.strip(":=") for part in (word, words[-1][-1:])):
+            words[-1] += word
+            place -= number <= current
+        else:
+            words.append(word)
+    environment["COMP_WORDS"], environment["COMP_CWORD"] = "\n".join(words[1:]), str(place)

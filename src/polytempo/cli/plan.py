@@ -7,11 +7,10 @@ pipeline or the strategy that it trains by, or of `pt.fit`, which stop at their 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,15 +25,17 @@ from polytempo.cli.options import (
     OutputOption,
     StrategyOption,
     progress_bar,
+    write_json,
 )
 from polytempo.errors import PolytempoError, UsageError, nearest
 from polytempo.pipeline.layer_profile import Profile, load_profile
 from polytempo.pipeline.plan_report import bubble, explain
-from polytempo.pipeline.planner import StagePlan, parse_topology
+from polytempo.pipeline.planner import parse_topology
 from polytempo.pipeline.planner import plan as search
 from polytempo.units import parse_size
 
 if TYPE_CHECKING:
+    from polytempo.strategy.explanation import Explanation
     from polytempo.strategy.script_probe import Found
 
 
@@ -76,8 +77,17 @@ def plan(
     topology = parse_topology(devices)
     limit = parse_size(memory, "--memory") if memory is not None else None
     if strategy is not None or workers is not None or batch is not None:
-        asked = StrategyQuestion(strategy or "", workers, batch, limit, microbatches)
-        return plan_strategy(asked, script, arguments or (), profile, json_file, module)
+        if not strategy:
+            raise UsageError("expected --strategy with --workers or --batch, such as --strategy data=2,pipe=2 or auto")
+        if script is None or profile is not None:
+            raise UsageError("--strategy measures the model of a script; give a SCRIPT and leave --profile out")
+        for name, value in (("--workers", workers), ("--batch", batch)):
+            if value is not None and value < 1:
+                raise UsageError(f"expected {name} of at least 1, got {value}")
+        shown = _strategy_cost(strategy, workers, batch, limit, microbatches, script, arguments or (), module)
+        typer.echo(str(shown))
+        write_json(json_file, shown.as_dict())
+        return
     if microbatches is not None and microbatches < 1:
         raise UsageError(f"expected --microbatches of at least 1, got {microbatches}")
     if (script is None) == (profile is None):
@@ -93,85 +103,47 @@ def plan(
     for line in explain(measured, found, microbatches=microbatches):
         typer.echo(line)
     if json_file is not None:
-        _write(json_file, _as_dict(measured, found, devices, microbatches))
+        idle = {"microbatches": microbatches, "idle_share": bubble(found, microbatches)}
+        write_json(json_file, {"devices": devices, "plan": asdict(found), **idle, "profile": asdict(measured)})
 
 
 # Strategies.
 
 
-@dataclass(frozen=True)
-class StrategyQuestion:
-    """The options that go with --strategy."""
-
-    strategy: str
-    workers: int | None = None
-    batch: int | None = None
-    memory: float | None = None
-    microbatches: int | None = None
-
-    def check(self, script: Path | None, profile: Path | None) -> None:
-        """Refuse what does not go together."""
-        if not self.strategy:
-            raise UsageError("expected --strategy with --workers or --batch, such as --strategy data=2,pipe=2 or auto")
-        if script is None or profile is not None:
-            raise UsageError("--strategy measures the model of a script; give a SCRIPT and leave --profile out")
-        for name, value in (("--workers", self.workers), ("--batch", self.batch)):
-            if value is not None and value < 1:
-                raise UsageError(f"expected {name} of at least 1, got {value}")
-
-
-def plan_strategy(
-    asked: StrategyQuestion,
-    script: Path | None,
+def _strategy_cost(
+    strategy: str,
+    workers: int | None,
+    batch: int | None,
+    memory: float | None,
+    microbatches: int | None,
+    script: Path,
     arguments: Sequence[str],
-    profile: Path | None,
-    json_file: Path | None,
-    module: bool = False,
-) -> None:
-    """Measure a script's model and the links of a short job, and show what a strategy costs."""
-    asked.check(script, profile)
+    module: bool,
+) -> Explanation:
+    """Measure a script's model and the links of a short job: what a strategy costs."""
+    from polytempo.pipeline.stage_message import rows
     from polytempo.strategy.strategy import Strategy
 
-    wanted = Strategy.parse(asked.strategy)
-    if asked.workers is None and (wanted.automatic or wanted.data is None):
-        raise UsageError(f"--strategy {asked.strategy} goes with any number of workers; give -n, such as -n 4")
-    if asked.microbatches is not None and not wanted.automatic:
-        wanted = replace(wanted, microbatches=asked.microbatches)
+    wanted = Strategy.parse(strategy)
+    if workers is None and (wanted.automatic or wanted.data is None):
+        raise UsageError(f"--strategy {strategy} goes with any number of workers; give -n, such as -n 4")
+    if microbatches is not None and not wanted.automatic:
+        wanted = replace(wanted, microbatches=microbatches)
     with progress_bar() as bar:
-        assert script is not None
         task = bar.add_task(f"running {script.name} up to its model", total=None)
         found = look_into(script, arguments, module)
         bar.update(task, description="measuring its layers, and the links of a short job")
-        shown = wanted.explain(
+        return wanted.explain(
             found.model,
             found.example,
             loss=found.loss,
             optimizer=found.optimizer,
-            batch=asked.batch or found.batch or _rows(found.example),
-            memory=asked.memory,
-            world=asked.workers,
+            batch=batch or found.batch or rows(found.example),
+            memory=memory,
+            world=workers,
             target=found.target,
             tensor_plan=found.tensor_plan,
         )
-    typer.echo(str(shown))
-    if json_file is not None:
-        _write(json_file, shown.as_dict())
-
-
-def _rows(example: Any) -> int:
-    from polytempo.pipeline.stage_message import rows
-
-    return rows(example)
-
-
-def _write(file: Path, data: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def _as_dict(profile: Profile, found: StagePlan, devices: str, microbatches: int) -> dict[str, Any]:
-    idle = {"microbatches": microbatches, "idle_share": bubble(found, microbatches)}
-    return {"devices": devices, "plan": asdict(found), **idle, "profile": asdict(profile)}
 
 
 def _measured(script: Path, arguments: Sequence[str], repeats: int, module: bool) -> tuple[Profile, int | None]:
@@ -262,7 +234,6 @@ def _made(script: Path, module: ModuleType, what: str, needed: bool = True) -> A
 
 
 def _line(problem: BaseException, file: str) -> int:
-    """The last line of the script that had to do with it."""
     if isinstance(problem, SyntaxError) and problem.filename == file:
         return problem.lineno or 0
     line, trace = 0, problem.__traceback__

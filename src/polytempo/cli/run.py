@@ -1,4 +1,4 @@
-"""`polytempo run` and `polytempo worker`: live jobs. The modules they need are imported when they are called."""
+"""`polytempo run`, `polytempo worker` and `polytempo key`: live jobs. What they need is imported when they are called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     Arguments,
     CheckpointOption,
@@ -34,8 +33,8 @@ from polytempo.cli.options import (
     StepBudget,
     SyncOption,
     Workers,
-    emulation_of,
-    limits_of,
+    complete_mode,
+    limits_and_emulation,
 )
 from polytempo.errors import UsageError
 from polytempo.report.summary import summary_line
@@ -142,19 +141,17 @@ def run_job(
     """
     from polytempo.launcher.display import Display
     from polytempo.launcher.local_job import LocalJob
-    from polytempo.launcher.request import RunRequest
-    from polytempo.launcher.visible_gpus import visible_gpus
+    from polytempo.launcher.request import RunRequest, visible_gpus
     from polytempo.strategy.job_options import JobOptions
 
     strategy, quiet = given["strategy"], given["quiet"]
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
-    fields |= emulation_of(given["slow"], given["hiccup"], given["link"]) | {"gpus": visible_gpus()}
+    fields |= limits_and_emulation(given) | {"gpus": visible_gpus()}
     saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
     options = JobOptions(
         strategy, given["workers"], given["expect"], given["sync"], given["via"], given["min_workers"], saves
     )
-    limits = limits_of(given["steps"], given["samples"], given["seconds"])
-    request = RunRequest(program, **fields | options.settled(), limits=limits)
+    request = RunRequest(program, **fields | options.settled())
     job = LocalJob(request.checked(), Display(request.sync, quiet, given["verbose"]), collect)
     status = job.run()
     if status == 0 and not quiet:
@@ -166,25 +163,20 @@ def _show_summary(job: LocalJob) -> None:
     from polytempo.launcher.display import progress_line
 
     if job.progress is None or (job.summary.get("steps") and not job.progress.counted):
-        job.display.say(summary_line(job.request.sync, job.summary, job.finished, job.request.size, job.seconds))
-        _show_straggler(job)
+        from polytempo.records.files import spec_of
+        from polytempo.records.step_figures import figures_from
+        from polytempo.report.straggler_report import closing_line, straggler_report
+
+        job.display.say(summary_line(job.request.sync, job.summary, len(job.finished), job.request.size, job.seconds))
+        spec = spec_of({"job": job.summary, "spec": job.request.sync})
+        refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
+        record = str(job.request.record) if job.request.record else ""
+        if line := closing_line(straggler_report(figures_from(job.paces), spec, refused), record):
+            job.display.say(line)
     if job.progress is not None:
         job.display.say(progress_line(job.progress))
     if job.record_lost:
         job.display.say(f"warning: {job.record_lost}")
-
-
-def _show_straggler(job: LocalJob) -> None:
-    """Say which worker was slow, why, and what would help, where one was."""
-    from polytempo.records.lines import MAIN
-    from polytempo.records.step_figures import figures_from
-    from polytempo.report.straggler_report import closing_line, straggler_report
-
-    sync = job.summary.get("optimizers", {}).get(MAIN, job.request.sync)
-    refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
-    record = str(job.request.record) if job.request.record else ""
-    if line := closing_line(straggler_report(figures_from(job.paces), sync, refused), record):
-        job.display.say(line)
 
 
 def worker(
@@ -220,3 +212,16 @@ def worker(
     request = JoinRequest(join, program_of(script, arguments, module), workers, keys, host_timeout, fork)
     request.check()
     raise typer.Exit(Agent(request, Display(f"joined {join}", quiet=True)).run())
+
+
+def key(file: Annotated[Path, typer.Argument(help="The file to write; only you can read it.")]) -> None:
+    """Make a key file, to be copied to all hosts: it encrypts the links between them, and only its holders can join."""
+    from polytempo.transport.keys import make_keys, write_key_file
+
+    try:
+        write_key_file(file, make_keys().workers)
+    except FileExistsError:
+        raise UsageError(f"{file} is there already; use another name, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from None
+    typer.echo(f"wrote {file}; copy it to every host, and give it to init(key_file=...) or POLYTEMPO_KEY_FILE")

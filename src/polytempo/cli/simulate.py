@@ -7,21 +7,20 @@ last line says which mode to use; `polytempo advise` (`advise.py`) is the same w
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 
-from polytempo.cli.completion import complete_mode
 from polytempo.cli.options import (
     BudgetOption,
     ClusterOption,
@@ -29,7 +28,9 @@ from polytempo.cli.options import (
     Overwrite,
     SyncOption,
     TrainingOption,
+    complete_mode,
     progress_bar,
+    write_json,
 )
 from polytempo.errors import ClusterError, UsageError, counted
 from polytempo.records.files import RecordWriter, check_no_record, read_events, read_meta, refused_modes
@@ -46,14 +47,13 @@ from polytempo.report.advice import (
 from polytempo.report.picture import check_picture, draw_comparison, draw_scaling, draw_training
 from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.report.scaling import scaling as measure_scaling
-from polytempo.report.shortfall import short_of_bsp
-from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
+from polytempo.report.table import TextTable, comparison, scaling_table, short_of_bsp, trained_comparison, verdict
 from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
 from polytempo.simulate.description import Experiment, experiment_from
 from polytempo.simulate.durations import Constant, Lognormal
 from polytempo.simulate.outcome import Budget, Outcome, meta_of
 from polytempo.simulate.run import mean_step_time, resolve_via, simulate_job
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.units import (
     parse_factors,
     parse_hiccup,
@@ -65,7 +65,8 @@ from polytempo.units import (
     written_seconds,
 )
 
-ReportProgress = Callable[[float], None]
+if TYPE_CHECKING:
+    from polytempo.traces.analysis import TraceAnalysis
 
 EVALUATIONS = 120  #: of a training run, about
 LIMITS = ("seconds", "steps", "samples", "steps_each")
@@ -98,21 +99,13 @@ class Settings:
     """Everything a comparison needs, checked."""
 
     cluster: Cluster
-    jobs: tuple[tuple[str, str], ...]  #: modes, each with a way for its bytes to travel
+    jobs: tuple[tuple[Spec, str], ...]  #: modes, each with a way for its bytes to travel
     budget: Mapping[str, Any]
     train: Mapping[str, Any]
     seed: int
     sources: Mapping[str, str]  #: of each figure of the cluster, where it came from (`report/advice.py`)
     note: str = ""  #: what a record could not tell
     chosen: bool = True  #: did the user choose the modes?
-
-    def shorter_steps(self) -> Settings:
-        """The same with steps of a tenth, and the modes for it."""
-        step, fixed = mean_step_time(self.cluster) / 10, self.cluster.fixed_time / 10
-        cluster = replace(self.cluster, step_time=step, fixed_time=fixed)
-        return replace(
-            self, cluster=cluster, jobs=tuple(_jobs(default_modes(cluster, self.seed), (), cluster, default=True))
-        )
 
 
 def simulate(
@@ -189,8 +182,10 @@ def simulate(
 
 
 def _trace(path: Path, flags: Mapping[str, Any]) -> None:
-    from polytempo.cli.trace import analyse_file, refused_here, trace_table  # numpy
+    from polytempo.strategy.soundness import refusal
+    from polytempo.traces.analysis import analyse  # numpy
     from polytempo.traces.analysis import verdict as trace_verdict
+    from polytempo.traces.read import read_trace
 
     given = {name for name, value in flags.items() if not (value is None or value is False or value == [])}
     if others := sorted(given - {"trace", "sync", "seed", "json_file", "quiet"}):
@@ -199,34 +194,70 @@ def _trace(path: Path, flags: Mapping[str, Any]) -> None:
             f"--trace takes --sync, --seed, --json and --quiet only, got {option}; leave it out: the trace is the job"
         )
     with _bar(path.name, flags["quiet"]) as report:
-        found = analyse_file(path, flags["sync"] or (), flags["seed"] or 0, report)
-    _print(trace_table(found, path.name))
+        found = analyse(read_trace(path), flags["sync"] or (), flags["seed"] or 0, report)
+    show(_trace_table(found, path.name))
     for line in trace_verdict(found):
-        _say(line)
-    if not_here := refused_here(found):
-        _say(not_here)
-    _write_json(flags["json_file"], found.as_dict())
+        typer.echo(line)
+    sync = found.best().mode.split(" ")[0]  # a prediction may add how batches are cut
+    reason = refusal(parse_spec(sync), found.stages, 1)
+    if reason is not None:
+        typer.echo(
+            f"note: polytempo run refuses {sync} with pipe={found.stages}: {reason.reason}; there use {reason.instead}"
+        )
+    write_json(flags["json_file"], found.as_dict())
+
+
+def _trace_table(found: TraceAnalysis, name: str) -> TextTable:
+    rows = [
+        (
+            mode.mode,
+            f"{mode.step_seconds:.2f}",
+            f"{found.actual / mode.step_seconds:.2f}",
+            f"{100 * mode.waiting:.1f}",
+            f"{mode.staleness_mean:.2f}",
+            f"{mode.staleness_max}",
+            _shares(mode.shares),
+        )
+        for mode in found.modes
+    ]
+    stages = f" of {found.stages} stages, {found.schedule}" if found.stages > 1 else ""
+    what = counted(found.replicas, "replica" if found.stages > 1 else "worker")
+    title = (
+        f"{name}: {what}{stages}, {counted(found.steps, 'step')}\n"
+        f"a step takes {found.actual:.2f} s (re-simulated), {found.slowdown:.2f}x the ideal {found.ideal:.2f} s"
+    )
+    heads = ("mode", "joint batch\n(s)", "times\nfaster", "waiting\n(%)", "stale\nmean", "\nmax")
+    return TextTable(title, (*heads, "micro-batches\nat the end"), tuple(rows))
+
+
+def _shares(shares: Sequence[float]) -> str:
+    if not shares:
+        return "as recorded"
+    if min(shares) == max(shares):
+        return f"{shares[0]:g} each"
+    text = " ".join(f"{share:g}" for share in shares)
+    return text if len(text) <= 24 else f"{min(shares):g} to {max(shares):g}"
 
 
 def _timing(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
     outcomes = simulate_all(settings, record, quiet)
     say_assumptions(settings)
-    _print(comparison(outcomes, _title(settings)))
-    _write_json(json_file, [outcome.as_dict() for outcome in outcomes])
+    show(comparison(outcomes, _title(settings)))
+    write_json(json_file, [outcome.as_dict() for outcome in outcomes])
     if picture:
         draw_comparison(outcomes, picture, _title(settings))
-        _say(f"picture: {picture}")
+        typer.echo(f"picture: {picture}")
     say_advice(settings, advise(outcomes))
 
 
 def simulate_all(settings: Settings, record: Path | None = None, quiet: bool = False) -> list[Outcome]:
     """The outcome of each mode."""
     outcomes: list[Outcome] = []
-    for sync, via in settings.jobs:
-        with _bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
+    for spec, via in settings.jobs:
+        with _bar(spec.text, quiet) as report, _recording(record, spec, via, settings) as recorder:
             outcome = simulate_job(
                 settings.cluster,
-                sync,
+                spec.text,
                 via=via,
                 seed=settings.seed,
                 record=recorder.write if recorder else None,
@@ -242,31 +273,29 @@ def simulate_all(settings: Settings, record: Path | None = None, quiet: bool = F
 def say_assumptions(settings: Settings) -> list[Assumption]:
     """Print what the predictions rest on, and where it came from."""
     found = assumptions_of(settings.cluster, settings.sources)
-    _say("Predictions rest on:")
+    typer.echo("Predictions rest on:")
     for line in assumption_lines(found):
-        _say(line)
+        typer.echo(line)
     if settings.note:
-        _say(_folded(settings.note))
-    _say("")
+        typer.echo(_folded(settings.note))
+    typer.echo("")
     return found
 
 
 def say_advice(settings: Settings, advice: Advice) -> None:
     """Print the doubts, and last what to use and why."""
-    _say(_folded(CAVEAT))
-    other = doubtful(settings, advice)
-    if other is not None:
-        short = written_seconds(mean_step_time(settings.cluster) / 10)
-        _say(_folded(f"The step time was assumed; with {short} it would be {other}: measure yours and give --step-time."))
-    _say(_folded(use_line(advice)))
-
-
-def doubtful(settings: Settings, advice: Advice) -> str | None:
-    """The mode that would be advised if steps were ten times shorter, where their time was assumed and it is another one."""
-    if settings.chosen or not settings.sources["step time"].startswith(ASSUMED) or not settings.cluster.model_bytes:
-        return None
-    other = advise(simulate_all(settings.shorter_steps(), quiet=True)).best.sync
-    return other if other != advice.best.sync else None
+    typer.echo(_folded(CAVEAT))
+    assumed = settings.sources["step time"].startswith(ASSUMED)
+    if assumed and settings.cluster.model_bytes and not settings.chosen:  # would another mode be advised for short steps?
+        step = mean_step_time(settings.cluster) / 10
+        cluster = replace(settings.cluster, step_time=step, fixed_time=settings.cluster.fixed_time / 10)
+        jobs = tuple(_jobs(default_modes(cluster, settings.seed), (), cluster, default=True))
+        other = advise(simulate_all(replace(settings, cluster=cluster, jobs=jobs), quiet=True)).best.sync
+        short = written_seconds(step)
+        if other != advice.best.sync:
+            doubt = f"The step time was assumed; with {short} it would be {other}: measure yours and give --step-time."
+            typer.echo(_folded(doubt))
+    typer.echo(_folded(use_line(advice)))
 
 
 def _training(settings: Settings, picture: Path | None, json_file: Path | None, record: Path | None, quiet: bool) -> None:
@@ -284,19 +313,21 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
     if not cluster.model_bytes:
         cluster = replace(cluster, model_bytes=model_bytes(task.model))
         sources = {**sources, "model": "the task's"}
-    every = settings.train.get("evaluate_every")
     runs = []
-    for sync, via in settings.jobs:
-        with _bar(sync, quiet) as report, _recording(record, sync, via, settings) as recorder:
+    for spec, via in settings.jobs:
+        every = settings.train.get("evaluate_every")
+        if not every:  # a timing run of the same job costs little and tells how long it will take
+            every = simulate_job(cluster, spec.text, via=via, seed=settings.seed, **budget).seconds / EVALUATIONS
+        with _bar(spec.text, quiet) as report, _recording(record, spec, via, settings) as recorder:
             run = train_virtually(
                 task.model,
                 task.data,
                 task.loss,
-                sync=sync,
+                sync=spec.text,
                 cluster=cluster,
                 via=via,
                 optimizer=optimizer,
-                evaluate_every=every or _evaluate_every(settings, cluster, sync, via, budget),
+                evaluate_every=every,
                 seed=settings.seed,
                 record=recorder.write if recorder else None,
                 progress=report,
@@ -307,43 +338,35 @@ def _training(settings: Settings, picture: Path | None, json_file: Path | None, 
             runs.append(run)
     title = f"{settings.train['task']}: {_title(settings)}"
     say_assumptions(replace(settings, cluster=cluster, sources=sources))
-    _print(trained_comparison(runs, target, title))
-    _say(verdict(runs, target))
+    show(trained_comparison(runs, target, title))
+    typer.echo(verdict(runs, target))
     if short := short_of_bsp(runs):
-        _say(short)
-    _write_json(json_file, [run.as_dict() for run in runs])
+        typer.echo(short)
+    write_json(json_file, [run.as_dict() for run in runs])
     if picture:
         draw_training(runs, target, picture, title)
-        _say(f"picture: {picture}")
+        typer.echo(f"picture: {picture}")
 
 
 def _scaling(settings: Settings, picture: Path | None, json_file: Path | None, quiet: bool) -> None:
-    sync = settings.jobs[0][0]
-    spec = parse_spec(sync)
-    can = spec.capabilities
+    spec, can = settings.jobs[0][0], settings.jobs[0][0].capabilities
     rings = ["ring"] if can.reduces else ["peers"] if can.neighbours else []
     if settings.cluster.hosts and "ring" in rings:
         rings.append("hierarchical")
     shards = () if can.neighbours else (1, 2, 4, 8)
     steps = -(-SCALING_STEPS // spec.period) * spec.period  # whole blocks
-    with _bar(f"{sync}, 1 to 64 workers", quiet) as report:
+    with _bar(f"{spec.text}, 1 to 64 workers", quiet) as report:
         series = measure_scaling(
-            settings.cluster, sync, shards=shards, rings=rings, steps_each=steps, seed=settings.seed, progress=report
+            settings.cluster, spec, shards=shards, rings=rings, steps_each=steps, seed=settings.seed, progress=report
         )
     way = "among peers" if can.neighbours else f"over parameter-server shards{' and ring' * bool(rings)}"
-    title = f"{sync} {way}: {_machines(settings)}"
+    title = f"{spec.text} {way}: {_machines(settings)}"
     say_assumptions(settings)
-    _print(scaling_table(series, title))
-    _write_json(json_file, [one.as_dict() for one in series])
+    show(scaling_table(series, title))
+    write_json(json_file, [asdict(one) for one in series])
     if picture:
         draw_scaling(series, picture, title)
-        _say(f"picture: {picture}")
-
-
-def _evaluate_every(settings: Settings, cluster: Cluster, sync: str, via: str, budget: dict[str, Any]) -> float:
-    """A timing run of the same job costs little and tells how long it will take."""
-    timing = simulate_job(cluster, sync, via=via, seed=settings.seed, **budget)
-    return timing.seconds / EVALUATIONS
+        typer.echo(f"picture: {picture}")
 
 
 # The settings: the file, overridden by the flags.
@@ -372,7 +395,7 @@ def settle(experiment: Experiment, flags: Mapping[str, Any], like: Path | None =
         like: A record whose machines are simulated; modes that its job would refuse are not compared unless asked for.
     """
     given = {name: value for name, value in flags.items() if not (value is None or value is False or value == [])}
-    described = cluster_like(like) if like else experiment.cluster
+    described = cluster_from_record(read_events(like), read_meta(like)["size"]) if like else experiment.cluster
     cluster = _cluster(described, given)
     sources, note = _sources(described, given, like, flags.get("file"))
     if like and set(cluster.batches.values()) == {1}:  # plain step() says nothing of samples, and a batch of 1 has no shares
@@ -390,7 +413,9 @@ def settle(experiment: Experiment, flags: Mapping[str, Any], like: Path | None =
     jobs = tuple(_jobs(modes, given.get("via") or experiment.via, cluster, default=not sync))
     budget = budget or dict(experiment.budget)
     if not budget and "task" not in train:
-        budget = {"steps": _steps_each(modes, cluster) * cluster.workers}
+        # of modes that average models now and then several blocks, or the last one decides too much
+        periods = [spec.period for spec, _ in jobs if spec.capabilities.averages and cluster.workers <= FEW]
+        budget = {"steps": max([DEFAULT_STEPS, *(BLOCKS * period for period in periods)]) * cluster.workers}
     if budget:
         Budget(**budget)
     return Settings(cluster, jobs, budget, train, given.get("seed", experiment.seed or 0), sources, note, bool(sync))
@@ -411,12 +436,6 @@ CANNOT_TELL = (
     "modes that cut batches in another way (bsp+balance, anytime) may be predicted wrong: record some 30 steps with half "
     "the batch in the same run, or give --fixed-time."
 )
-
-
-def _steps_each(modes: Iterable[str], cluster: Cluster) -> int:
-    """Steps of each worker: of modes that average models now and then several blocks, or the last one decides too much."""
-    periods = [spec.period for mode in modes if (spec := parse_spec(mode)).capabilities.averages]
-    return max([DEFAULT_STEPS, *(BLOCKS * period for period in periods if cluster.workers <= FEW)])
 
 
 def _sources(
@@ -445,12 +464,7 @@ def _sources(
     return found, CANNOT_TELL if like and found["fixed time"].startswith(ASSUMED) else ""
 
 
-def cluster_like(directory: Path) -> Cluster:
-    """The cluster of a recorded run."""
-    return cluster_from_record(read_events(directory), read_meta(directory)["size"])
-
-
-def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster, default: bool = False) -> Iterator[tuple[str, str]]:
+def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster, default: bool = False) -> Iterator[tuple[Spec, str]]:
     """Each mode over the server; where bytes take time, those that need no server over all-reduce too, unless told. Modes
     that send models have a way of their own. Of modes that the user did not choose (`default`) bsp alone is there twice."""
     timed = cluster.workers > 1 and cluster.link != Link()
@@ -468,7 +482,7 @@ def _jobs(sync: Iterable[str], vias: Sequence[str], cluster: Cluster, default: b
             if both and default and spec.mode.name != "bsp":
                 choices = ["allreduce"]
         for via in choices:
-            yield text, resolve_via(spec, via, cluster)
+            yield spec, resolve_via(spec, via, cluster)
 
 
 def _cluster(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
@@ -504,19 +518,9 @@ def _cluster(cluster: Cluster, given: Mapping[str, Any]) -> Cluster:
 
 
 def _title(settings: Settings) -> str:
-    odd = ", ".join(f"{_ranks(ranks)} {factor:g}x slower" for factor, ranks in _by_factor(settings.cluster.slow).items())
-    return ", ".join(part for part in (counted(settings.cluster.workers, "worker"), odd, _machines(settings)) if part)
-
-
-def _by_factor(slow: Any) -> dict[float, list[int]]:
-    groups: dict[float, list[int]] = {}
-    for rank, factor in sorted(slow.items()):
-        groups.setdefault(factor, []).append(rank)
-    return groups
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return "one of them" if len(ranks) == 1 else f"{len(ranks)} of them"
+    slow = Counter(factor for _, factor in sorted(settings.cluster.slow.items()))
+    odd = [f"{'one' if count == 1 else count} of them {factor:g}x slower" for factor, count in slow.items()]
+    return ", ".join(part for part in (counted(settings.cluster.workers, "worker"), *odd, _machines(settings)) if part)
 
 
 def _machines(settings: Settings) -> str:
@@ -531,13 +535,10 @@ def _machines(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def _print(table: TextTable) -> None:
+def show(table: TextTable) -> None:
+    """Print a table as wide as the terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
-    _say(f"{table.text(width)}\n")
-
-
-def _say(text: str) -> None:
-    typer.echo(text)
+    typer.echo(f"{table.text(width)}\n")
 
 
 def _folded(text: str) -> str:
@@ -545,30 +546,24 @@ def _folded(text: str) -> str:
     return textwrap.fill(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text
 
 
-def _write_json(path: Path | None, results: list[dict[str, Any]] | dict[str, Any]) -> None:
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
 def _recording(
-    directory: Path | None, sync: str, via: str, settings: Settings
+    directory: Path | None, spec: Spec, via: str, settings: Settings
 ) -> AbstractContextManager[RecordWriter | None]:
     folders = _record_folders(directory, settings)
-    return RecordWriter(folders[sync, via]) if folders else nullcontext()
+    return RecordWriter(folders[spec.text, via]) if folders else nullcontext()
 
 
 def _record_folders(directory: Path | None, settings: Settings) -> dict[tuple[str, str], Path]:
     """Where each mode is recorded, by mode and way: of several each has a folder of its own; empty without --record."""
     if directory is None:
         return {}
-    names = {job: "-".join(job).replace(":", "-").replace(",", "-") for job in settings.jobs}
+    jobs = [(spec.text, via) for spec, via in settings.jobs]
+    names = {job: "-".join(job).replace(":", "-").replace(",", "-") for job in jobs}
     return {job: directory / name if len(names) > 1 else directory for job, name in names.items()}
 
 
 @contextmanager
-def _bar(name: str, quiet: bool) -> Iterator[ReportProgress | None]:
-    """A progress bar on a terminal's standard error, and nothing elsewhere."""
+def _bar(name: str, quiet: bool) -> Iterator[Callable[[float], None] | None]:
     with progress_bar(quiet) as bar:
         task = bar.add_task(name, total=1.0)
         yield None if bar.disable else lambda share: bar.update(task, completed=share)

@@ -18,14 +18,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.launcher.child_process import ENDING, ChildProcess
-from polytempo.launcher.display import Display
-from polytempo.launcher.forked_process import preload
-from polytempo.launcher.job_facts import job_from
-from polytempo.launcher.job_folder import JobFolder
-from polytempo.launcher.job_processes import start_worker
-from polytempo.launcher.process_monitor import (
+from polytempo.launcher.child_process import (
+    ENDING,
     INTERRUPTED,
+    ChildProcess,
     Exited,
     MonitorEvent,
     OutputLine,
@@ -34,6 +30,10 @@ from polytempo.launcher.process_monitor import (
     Readable,
     Signalled,
 )
+from polytempo.launcher.display import Display
+from polytempo.launcher.forked_process import preload
+from polytempo.launcher.job_facts import job_from
+from polytempo.launcher.job_processes import JobFolder, start_worker
 from polytempo.launcher.program import Program
 from polytempo.launcher.request import check_host_timeout, split_address
 from polytempo.launcher.supervisor import described
@@ -119,7 +119,6 @@ class Agent:
             return INTERRUPTED if self._interrupted else int(self._failed or bool(self._cause))
 
     def _watch(self) -> None:
-        """Until the job ends, or this host is left out of it."""
         next_heartbeat, self._heard = 0.0, time.monotonic()
         while self._monitor.running() and not self._cause and not self._interrupted:
             if time.monotonic() >= next_heartbeat:

@@ -1,4 +1,5 @@
-"""Child processes: each leads a process group, is watched through a pidfd, and is never left behind.
+"""Child processes: each leads a process group, is watched through a pidfd, and is never left behind. One loop of a launcher
+or agent hears of their output, their ends, signals, and other descriptors.
 
 A signal to the process group also ends what the child has started. The kernel kills a worker with its parent
 (PR_SET_PDEATHSIG). A server sees the end of its parent as the end of its standard input: it has workers to tell. The
@@ -14,10 +15,12 @@ from __future__ import annotations
 import json
 import os
 import select
+import selectors
 import signal
 import subprocess
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +37,10 @@ from polytempo.transport.deadline import Deadline
 
 #: These signals end a job.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+#: Exit status of an interrupted job.
+INTERRUPTED = 130
+#: Seconds between the request to end and SIGKILL.
+GRACE = 1.0
 TAIL = 80  #: lines of standard error that are kept, to be shown at the end
 
 
@@ -61,12 +68,6 @@ def _prepare_for_terminal(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until its debugger takes it (`debugger.py`)
 
 
-def _appended(log: IO[bytes], data: bytes) -> IO[bytes]:
-    log.write(data)
-    log.flush()
-    return log
-
-
 class ChildProcess:
     """One process of a job: its output and its exit status."""
 
@@ -92,7 +93,10 @@ class ChildProcess:
         self._log: IO[bytes] | None = None
         self.log_lost = ""  #: why its output is not logged, in words
         if log is not None:
-            self._keep(lambda: log.open("wb"), str(log))
+            try:
+                self._log = log.open("wb")
+            except OSError as error:
+                self._give_up_log(error, str(log))
         self.screens = {1: Screen(), 2: Screen()}
         self._reaped = False
         variables = {**os.environ, **environment}
@@ -129,24 +133,23 @@ class ChildProcess:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return []
-        kept = self._log
-        if kept is not None:
-            self._keep(lambda: _appended(kept, data), kept.name)
+        if self._log is not None:
+            try:
+                self._log.write(data)
+                self._log.flush()
+            except OSError as error:
+                self._give_up_log(error, self._log.name)
         texts = self.screens[stream].feed(data, last=not data)
         if stream == 2:
             self.tail.extend(texts)
         return texts if data else (texts or None)
 
-    def _keep(self, act: Callable[[], IO[bytes]], path: str) -> None:
-        """Open or write the log; an error gives the log up, and the process goes on."""
-        try:
-            self._log = act()
-        except OSError as error:
-            kept, self._log = self._log, None
-            self.log_lost = record_lost(OSError(error.errno, error.strerror, path))
-            if kept is not None:
-                with suppress(OSError):  # its buffer still holds what could not be written
-                    kept.close()
+    def _give_up_log(self, error: OSError, path: str) -> None:
+        kept, self._log = self._log, None
+        self.log_lost = record_lost(OSError(error.errno, error.strerror, path))
+        if kept is not None:
+            with suppress(OSError):  # its buffer still holds what could not be written
+                kept.close()
 
     def ready_line(self, timeout: float) -> Any:
         """Wait for the first line of a child that says what it has made ready, as servers do; its content.
@@ -163,10 +166,6 @@ class ChildProcess:
         if not lines:
             raise PeerError(f"{self.label} has not started: {' '.join(self.tail) or f'no line from it in {timeout:g} s'}")
         return json.loads(lines[0])["ready"]
-
-    def forget_pipe(self, descriptor: int) -> None:
-        """Drop a pipe that has ended."""
-        del self.pipes[descriptor]
 
     def ended(self) -> int:
         """The exit status of a process that has ended; it is not reaped yet."""
@@ -225,3 +224,179 @@ class ChildProcess:
                 pipe.close()
         if self._log is not None:
             self._log.close()
+
+
+@dataclass(frozen=True)
+class OutputLine:
+    """A child wrote a line."""
+
+    child: ChildProcess
+    text: str
+    error: bool
+
+
+@dataclass(frozen=True)
+class OutputRows:
+    """A child has redrawn rows that have no newline yet, such as a progress bar; no rows: they are lines now, or erased."""
+
+    child: ChildProcess
+    rows: tuple[str, ...]
+    again: bool  #: redrawn, such as a bar; not a line whose newline is still to come
+    error: bool
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A child has ended, and all its output was read."""
+
+    child: ChildProcess
+    status: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """This process received a signal."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Readable:
+    """Another descriptor that is watched is readable."""
+
+    key: Any
+
+
+MonitorEvent = OutputLine | OutputRows | Exited | Signalled | Readable
+
+
+class ProcessMonitor:
+    """Watches child processes; `close` gives back its descriptors and signal handlers."""
+
+    def __init__(self) -> None:
+        self.children: list[ChildProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._read_signal, self._write_signal = os.pipe()
+        for descriptor in (self._read_signal, self._write_signal):
+            os.set_blocking(descriptor, False)
+        self._selector.register(self._read_signal, selectors.EVENT_READ, Signalled(0))
+        # SIGHUP stays ignored under nohup; SIGINT does not: a shell ignores it for all background jobs.
+        outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._before = {n: signal.signal(n, lambda *_: None) for n in ENDING if n != signal.SIGHUP or not outlives}
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses would be lost
+        self._wakeup = signal.set_wakeup_fd(self._write_signal, warn_on_full_buffer=False)
+
+    def add(self, child: ChildProcess) -> None:
+        """Watch a child from now on."""
+        self.children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        for descriptor in child.pipes:
+            self._selector.register(descriptor, selectors.EVENT_READ, child)
+
+    def watch(self, descriptor: Any, key: Any) -> None:
+        """Watch another descriptor; `Readable(key)` tells that it is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, Readable(key))
+
+    def unwatch(self, descriptor: Any) -> None:
+        """Stop watching a descriptor."""
+        self._selector.unregister(descriptor)
+
+    def turn(self, timeout: float) -> Iterator[MonitorEvent]:
+        """Wait for events, at most `timeout` seconds; signals come first."""
+        ready = [key for key, _ in self._selector.select(timeout)]
+        # signals first: one may be why a child has ended
+        for key in sorted(ready, key=lambda key: not isinstance(key.data, Signalled)):
+            if isinstance(key.data, Readable):
+                yield key.data
+            elif isinstance(key.data, Signalled):
+                for number in os.read(self._read_signal, 64):
+                    if number == signal.SIGHUP:
+                        leave_terminal()
+                    yield Signalled(number)
+            elif key.fd == key.data.pidfd:
+                yield from self._ended(key.data)
+            else:
+                yield from self._read(key.data, key.fd)
+
+    def _read(self, child: ChildProcess, descriptor: int) -> Iterator[MonitorEvent]:
+        stream = child.pipes.get(descriptor)
+        if stream is None:
+            return
+        lines = child.read(descriptor)
+        if lines is None:
+            self._selector.unregister(descriptor)
+            del child.pipes[descriptor]
+            return
+        yield from (OutputLine(child, line, stream == 2) for line in lines)
+        screen = child.screens[stream]
+        if (rows := screen.news()) is not None:
+            yield OutputRows(child, rows, screen.drawing, stream == 2)
+
+    def _ended(self, child: ChildProcess) -> Iterator[MonitorEvent]:
+        self._selector.unregister(child.pidfd)
+        status = child.ended()
+        # what is left; grandchildren may hold the pipe open, so its end is not waited for
+        for descriptor in list(child.pipes):
+            before = -1
+            while descriptor in child.pipes and before != 0:
+                events = list(self._read(child, descriptor))
+                before = len(events)
+                yield from events
+        yield Exited(child, status)
+
+    def running(self) -> list[ChildProcess]:
+        """The children that have not ended."""
+        return [child for child in self.children if child.status is None]
+
+    def end(
+        self, children: Iterable[ChildProcess], patience: float, at_once: Callable[[], bool] = lambda: False
+    ) -> Iterator[MonitorEvent]:
+        """End children: wait `patience` seconds, ask them to end, then kill them; kill them at once when `at_once()`.
+
+        Returns: the events on the way.
+        """
+        waiting = list(children)
+        steps: list[tuple[float, Callable[[ChildProcess], None]]] = [
+            (patience, ChildProcess.ask_to_end),
+            (GRACE, lambda child: child.kill(signal.SIGKILL)),
+            (GRACE, lambda child: None),
+        ]
+        for seconds, then in steps:
+            deadline = time.monotonic() + seconds
+            while any(child.status is None for child in waiting) and (left := deadline - time.monotonic()) > 0:
+                if at_once():
+                    for child in waiting:
+                        child.kill(signal.SIGKILL)
+                yield from self.turn(left)
+            for child in waiting:
+                if child.status is None:
+                    then(child)
+
+    def dismiss(self) -> None:
+        """Kill the children that are left, and the processes they started."""
+        for child in self.children:
+            child.close()
+
+    def close(self, told_to_end: bool = False) -> None:
+        """Kill the children that are left; restore the signal handlers. `told_to_end`: this process ends by a signal, and
+        ignores those that still come: they must not take its exit status."""
+        self.dismiss()
+        self._selector.close()
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            before = signal.SIG_DFL if handler is None else handler  # None: set by what is not Python
+            signal.signal(number, signal.SIG_IGN if told_to_end and number in ENDING else before)
+        os.close(self._read_signal)
+        os.close(self._write_signal)
+
+
+def leave_terminal() -> None:
+    """The terminal is gone: standard streams lead to /dev/null from now on, so that a write is no error."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    gone = [descriptor for descriptor, state in poll.poll(0) if state & (select.POLLHUP | select.POLLERR)]
+    for descriptor in gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)

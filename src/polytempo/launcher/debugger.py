@@ -38,21 +38,16 @@ _passed: set[tuple[str, int]] = set()
 _entered = False
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Any:  # what `breakpoint()` calls here
     if name != "enter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _debugger()
-
-
-def _debugger() -> Callable[..., Any]:
-    """What `breakpoint()` calls here."""
     found = job_of_environment()
     if found is None or multiprocessing.parent_process() is not None:
         return _chosen()
     facts, rank = found
     if facts.reader != rank:
         return partial(_pass_over, f"worker {rank} has no terminal; to stop there: --debug {rank}")
-    if _reads_nothing():
+    if os.path.samestat(os.fstat(0), os.stat(os.devnull)):
         return partial(_pass_over, "standard input is /dev/null; start the job from a terminal to stop there")
     _take_terminal()
     return _chosen()
@@ -72,10 +67,6 @@ def _pass_over(why: str, *_: Any, **__: Any) -> None:
         _passed.add(place)
         sys.stderr.write(f"polytempo: breakpoint() at {place[0]}:{place[1]} is passed over: {why}\n")
         sys.stderr.flush()
-
-
-def _reads_nothing() -> bool:
-    return os.path.samestat(os.fstat(0), os.stat(os.devnull))
 
 
 def _take_terminal() -> None:

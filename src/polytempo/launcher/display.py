@@ -44,9 +44,8 @@ class Bars:
     """Rows that processes are drawing: progress bars, and lines without their newline yet. Pure."""
 
     drawn: dict[tuple[str, bool], tuple[str, ...]] = field(default_factory=dict)
-    again: dict[tuple[str, bool], float] = field(
-        default_factory=dict
-    )  #: redrawn rows; the time when they were last shown as lines
+    #: redrawn rows; the time when they were last shown as lines
+    again: dict[tuple[str, bool], float] = field(default_factory=dict)
     said: dict[tuple[str, bool], tuple[str, ...]] = field(default_factory=dict)
 
     def draw(self, label: str, error: bool, rows: tuple[str, ...], again: bool, now: float) -> None:
@@ -97,9 +96,8 @@ class Display:
         self._stale = False  #: something has changed since the terminal was drawn
         self._drawn_at = 0.0
         self._begun = title
-        self.latest: tuple[str, bool] | None = (
-            None  #: label of the process whose line was shown last, and whether it was on standard error
-        )
+        #: label of the process whose line was shown last, and whether it was on standard error
+        self.latest: tuple[str, bool] | None = None
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)

@@ -11,9 +11,8 @@ Pure: the environment is an argument. What each launcher really sets was found b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from polytempo.errors import UsageError
 
@@ -34,102 +33,86 @@ class Placement:
     address: str = ""  #: host:port of a store that all hosts reach, where the launcher gives one
 
 
-class Launcher(Protocol):
+@dataclass(frozen=True)
+class Launcher:
     """The variables of one launcher."""
 
     name: str
-
-    def detect(self, variables: Mapping[str, str]) -> Placement | None:
-        """The placement in these variables; None when they are not this launcher's."""
-
-
-class Torchrun:
-    """torchrun, and launchers that set the same variables."""
-
-    name = "torchrun"
-    _counts = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    _job = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-
-    def detect(self, variables: Mapping[str, str]) -> Placement | None:
-        if not _has(variables, self._counts):
-            return None
-        name = _job_name(self.name, variables, self._job)
-        return _placement(self.name, variables, self._counts, name, _master(variables))
+    prefix: str  #: of a job's name
+    counts: tuple[str, ...]  #: rank, number of processes, and the same on this host
+    job: tuple[str, ...]  #: which of them say which job this is
 
 
-class ByHand:
-    """torch's four variables without those of a host: one host where the master is this one, else a host for each."""
-
-    name = "by hand"
-    _counts = ("RANK", "WORLD_SIZE")
-    _job = ("MASTER_ADDR", "MASTER_PORT")
-
-    def detect(self, variables: Mapping[str, str]) -> Placement | None:
-        if not _has(variables, (*self._counts, *self._job)):
-            return None
-        name, address = _job_name("hand", variables, self._job), _master(variables)
-        if variables["MASTER_ADDR"] in THIS_HOST:
-            return _placement(self.name, variables, self._counts * 2, name, address)
-        rank, size = (_whole(variables, key) for key in self._counts)
-        return _checked(Placement(self.name, rank, size, 0, 1, name, address), self._counts)
-
-
-class OpenMpi:
-    """mpirun of Open MPI."""
-
-    name = "Open MPI"
-    _counts = tuple(f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    _job = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")  # PMIX_SERVER_URI is each host's own
-
-    def detect(self, variables: Mapping[str, str]) -> Placement | None:
-        if not _has(variables, self._counts):
-            return None
-        return _placement(self.name, variables, self._counts, _job_name("openmpi", variables, self._job))
-
-
-class Hydra:
-    """mpiexec of MPICH and Intel MPI. `parent` tells jobs of MPICH apart: see above."""
-
-    name = "Hydra"
-    _counts = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    _job = ("I_MPI_HYDRA_UUID", "PMI_PORT", "PMI_JOBID")
-
-    def __init__(self, parent: str = "") -> None:
-        self._parent = parent
-
-    def detect(self, variables: Mapping[str, str]) -> Placement | None:
-        if not _has(variables, self._counts):
-            return None
-        one_host = _whole(variables, "PMI_SIZE") == _whole(variables, "MPI_LOCALNRANKS")
-        more = {"parent process": self._parent} if one_host and self._parent else {}
-        name = _job_name("hydra", {**variables, **more}, (*self._job, "parent process"))
-        return _placement(self.name, variables, self._counts, name)
-
-
-class Slurm:
-    """srun. A batch script by itself is no step, and is not taken for one."""
-
-    name = "Slurm"
-    _counts = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS")
-    _job = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_LAUNCHER_PORT")
-
-    def detect(self, variables: Mapping[str, str]) -> Placement | None:
-        if not _has(variables, self._counts):
-            return None
-        here = len(variables["SLURM_GTIDS"].split(","))  # the ranks on this host, one by one
-        name = _job_name("slurm", variables, self._job)
-        return _placement(self.name, {**variables, "SLURM_GTIDS": str(here)}, self._counts, name)
+#: torchrun, and launchers that set the same variables.
+TORCHRUN = Launcher(
+    "torchrun",
+    "torchrun",
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
+OPEN_MPI = Launcher(
+    "Open MPI",
+    "openmpi",
+    tuple(f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),  # PMIX_SERVER_URI is each host's own
+)
+#: mpiexec of MPICH and Intel MPI. The process that started all ranks of a host tells jobs of MPICH apart: see above.
+HYDRA = Launcher(
+    "Hydra",
+    "hydra",
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("I_MPI_HYDRA_UUID", "PMI_PORT", "PMI_JOBID", "parent process"),
+)
+#: torch's four variables without those of a host: one host where the master is this one, else a host for each.
+BY_HAND = Launcher("by hand", "hand", ("RANK", "WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT"))
+#: srun. A batch script by itself is no step, and is not taken for one.
+SLURM = Launcher(
+    "Slurm",
+    "slurm",
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS"),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_LAUNCHER_PORT"),
+)
 
 
 def placement_of(variables: Mapping[str, str], parent: str = "") -> Placement | None:
     """How this process was started; None when no launcher started it. `parent` names the process that started it."""
-    launchers: tuple[Launcher, ...] = (Torchrun(), OpenMpi(), Hydra(parent), ByHand(), Slurm())
-    found = (launcher.detect(variables) for launcher in launchers)
-    return next((placement for placement in found if placement is not None), None)
+    for launcher in (TORCHRUN, OPEN_MPI, HYDRA, BY_HAND, SLURM):
+        needed = (*launcher.counts, *launcher.job) if launcher is BY_HAND else launcher.counts
+        if all(key in variables for key in needed):
+            return _placement(launcher, dict(variables), parent)
+    return None
 
 
-def _has(variables: Mapping[str, str], keys: Sequence[str]) -> bool:
-    return all(key in variables for key in keys)
+def _placement(launcher: Launcher, variables: dict[str, str], parent: str) -> Placement:
+    counts = launcher.counts
+    if launcher is SLURM:  # it names the ranks on this host, one by one
+        variables["SLURM_GTIDS"] = str(len(variables["SLURM_GTIDS"].split(",")))
+    numbers = [_whole(variables, key) for key in counts]
+    if launcher is BY_HAND and variables["MASTER_ADDR"] in THIS_HOST:
+        numbers, counts = numbers * 2, counts * 2
+    elif launcher is BY_HAND:
+        numbers = [*numbers, 0, 1]
+    rank, size, local_rank, local_size = numbers
+    if size < local_size:
+        raise UsageError(
+            f"{counts[1]} must count processes, got {size}, less than the {local_size} on this host "
+            f"({counts[-1]}); it seems to count hosts: unset it, or start with torchrun"
+        )
+    for number, below, named in ((rank, size, counts[:2]), (local_rank, local_size, counts[2:])):
+        if named and number >= below:
+            raise UsageError(f"{named[0]} must be below {named[1]}, which is {below}, got {number}; ranks start at 0")
+    if launcher is HYDRA and parent and size == local_size:
+        variables["parent process"] = parent
+    parts = [f"{key}={variables[key]}" for key in launcher.job if key in variables]
+    if not parts:
+        keys = ", ".join(launcher.job)
+        raise UsageError(f"no variable says which job this is (one of {keys}); start with torchrun instead")
+    name = f"{launcher.prefix}-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
+    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    address = ""
+    if host and port and launcher in (TORCHRUN, BY_HAND):
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Placement(launcher.name, rank, size, local_rank, local_size, name, address)
 
 
 def _whole(variables: Mapping[str, str], key: str) -> int:
@@ -137,40 +120,3 @@ def _whole(variables: Mapping[str, str], key: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"{key} must be an integer of at least 0, got {variables[key]!r}; start with polytempo run")
     return int(text)
-
-
-def _placement(
-    launcher: str, variables: Mapping[str, str], counts: Sequence[str], name: str, address: str = ""
-) -> Placement:
-    rank, size, local_rank, local_size = (_whole(variables, key) for key in counts)
-    return _checked(Placement(launcher, rank, size, local_rank, local_size, name, address), counts)
-
-
-def _checked(placement: Placement, counts: Sequence[str]) -> Placement:
-    if placement.size < placement.local_size:
-        raise UsageError(
-            f"{counts[1]} must count processes, got {placement.size}, less than the {placement.local_size} on this host "
-            f"({counts[3]}); it seems to count hosts: unset it, or start with torchrun"
-        )
-    _check_below(placement.rank, placement.size, counts[:2])
-    _check_below(placement.local_rank, placement.local_size, counts[2:])
-    return placement
-
-
-def _check_below(rank: int, size: int, keys: Sequence[str]) -> None:
-    if keys and rank >= size:
-        raise UsageError(f"{keys[0]} must be below {keys[1]}, which is {size}, got {rank}; ranks start at 0")
-
-
-def _job_name(prefix: str, variables: Mapping[str, str], keys: Sequence[str]) -> str:
-    parts = [f"{key}={variables[key]}" for key in keys if key in variables]
-    if not parts:
-        raise UsageError(f"no variable says which job this is (one of {', '.join(keys)}); start with torchrun instead")
-    return f"{prefix}-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
-
-
-def _master(variables: Mapping[str, str]) -> str:
-    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
-    if not (host and port):
-        return ""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -230,8 +230,11 @@ def _run(command: Sequence[str], body: Body | None) -> NoReturn:
     """Be `__main__`, or what the body says; then end without returning to the frames of the parent."""
     status = 1
     try:
-        if body is not None:
-            _forget_ends()
+        if body is not None:  # the parent's end is not the child's, nor has the child ended by the parent's last error
+            atexit._clear()
+            for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+                if hasattr(sys, name):
+                    delattr(sys, name)
         status = exit_status((lambda: _run_main(command)) if body is None else body.call)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -244,14 +247,6 @@ def _run(command: Sequence[str], body: Body | None) -> NoReturn:
         status = status or 120
     ctypes.CDLL(None).fflush(None)
     os._exit(status)
-
-
-def _forget_ends() -> None:
-    """What the parent does at its end is not the child's to do, nor has the child ended by the parent's last error."""
-    atexit._clear()
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        if hasattr(sys, name):
-            delattr(sys, name)
 
 
 def exit_status(main: Callable[[], object]) -> int:

@@ -33,7 +33,8 @@ from typing import Any
 import cloudpickle
 
 from polytempo.errors import JobEnded, PolytempoError, UsageError
-from polytempo.launcher.forked_process import Body, below_this_package
+from polytempo.launcher.forked_process import Body, below_this_package, exit_status
+from polytempo.launcher.job_facts import job_of_environment
 from polytempo.launcher.program import Program
 
 FUNCTION, RESULT, ERROR = "function", "result", "error-"
@@ -88,7 +89,7 @@ class FunctionProgram(Program):
             _write(folder / FUNCTION, self.pickled)
 
     def command(self, folder: Path) -> list[str]:
-        return [sys.executable, "-m", "polytempo.launcher.function_process", str(folder / FUNCTION)]
+        return [sys.executable, "-m", "polytempo.launcher.function_program", str(folder / FUNCTION)]
 
     def body(self, folder: Path, rank: int) -> Body | None:
         if self.pickled:
@@ -103,7 +104,12 @@ def program_for(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     if not callable(function):
         raise UsageError(f"expected a function as the first argument of launch(), got {function!r}")
     if not why_no_fork():
-        return FunctionProgram(function, tuple(args), dict(kwargs), kept=_open_descriptors())
+        descriptors = set()
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it was that of the listing itself
+                os.fstat(int(name))
+                descriptors.add(int(name))
+        return FunctionProgram(function, tuple(args), dict(kwargs), kept=frozenset(descriptors))
     caller = {"path": [entry or os.getcwd() for entry in sys.path], "argv": list(sys.argv)}
     try:
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
@@ -144,15 +150,6 @@ def _end_openmp_threads() -> str:
         if pause is None or pause(OMP_PAUSE_HARD) != 0:
             return f"the threads of {library} cannot be ended"
     return ""
-
-
-def _open_descriptors() -> frozenset[int]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it was that of the listing itself
-            os.fstat(int(name))
-            found.add(int(name))
-    return frozenset(found)
 
 
 # By value.
@@ -199,20 +196,18 @@ def run_function(call: Callable[[], Any], folder: Path, rank: int) -> None:
     try:
         value = call()
         if rank == 0:
-            _write(folder / RESULT, _pickled_result(value))
+            try:
+                pickled = _pickled(value)
+            except Exception as error:
+                kind = type(value).__name__
+                raise UsageError(f"launch() cannot bring back what worker 0 returned ({kind}): {error}") from error
+            _write(folder / RESULT, pickled)
     except SystemExit:
         raise
     except BaseException as error:
         shown = "".join(traceback.format_exception(type(error), error, below_this_package(error.__traceback__)))
         _write(folder / f"{ERROR}{rank}", pickle.dumps((time.monotonic(), _pickled_error(error), shown)))
         raise
-
-
-def _pickled_result(value: Any) -> bytes:
-    try:
-        return _pickled(value)
-    except Exception as error:
-        raise UsageError(f"launch() cannot bring back what worker 0 returned ({type(value).__name__}): {error}") from error
 
 
 def _pickled_error(error: BaseException) -> bytes:
@@ -266,3 +261,18 @@ def first_cause(errors: Sequence[WorkerError], named: int | None) -> WorkerError
     if own is not None and not own.follows:
         return own
     return errors[0] if errors else None
+
+
+# A worker in a new interpreter: `python -m polytempo.launcher.function_program FILE`.
+
+
+def main(file: Path) -> None:
+    """Make the call, in the place that the environment says."""
+    found = job_of_environment()
+    assert found is not None, "pt.launch starts it"
+    run_function(lambda: load_call(file)(), file.parent, found[1])
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    sys.exit(exit_status(lambda: main(path)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +30,23 @@ BREAKPOINT_VARIABLE, DEBUGGER_VARIABLE = "PYTHONBREAKPOINT", "POLYTEMPO_DEBUGGER
 WORKER_VARIABLE = "POLYTEMPO_WORKER"
 
 
+@dataclass
+class Emulation:
+    """Delays of a worker (`--slow` and `--hiccup`): in proportion to its compute time, and random stalls."""
+
+    factor: float = 1.0
+    probability: float = 0.0
+    seconds: float = 0.0
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def slow_down(self, computed: float) -> None:
+        """Sleep after a step that took this number of seconds."""
+        hiccup = self.seconds if self.probability and self.dice.random() < self.probability else 0.0
+        delay = (self.factor - 1) * computed + hiccup
+        if delay > 0:
+            time.sleep(delay)
+
+
 @dataclass(frozen=True)
 class JobFacts:
     """The same for all workers of a host."""
@@ -43,9 +63,8 @@ class JobFacts:
     link: tuple[float, float] | None = None  #: bytes a second and seconds one way, where the network is emulated
     positions: tuple[dict[str, Any], ...] = ()  #: how far the resumed jobs had read the data
     keys: dict[str, str] | None = None
-    via: str = (
-        "ps"  #: how gradients travel where the mode allows both; "auto": by all-reduce, unless the script needs servers
-    )
+    #: How gradients travel where the mode allows both; "auto": by all-reduce, unless the script needs servers.
+    via: str = "ps"
     meeting: str = ""  #: the rendezvous directory of the workers of this host
     route: str = ""  #: of a job on several hosts: the address by which this host is, or reaches, the launcher's
     insecure: bool = False
@@ -79,6 +98,10 @@ class JobFacts:
             "MASTER_PORT": str(self.port),
         }
 
+    def emulation(self, rank: int) -> Emulation:
+        """A worker's emulation: its hiccups are the same in every run with the same seed."""
+        return Emulation(self.slow.get(rank, 1.0), *self.hiccup, random.Random(f"{self.seed}/{rank}"))
+
     def emulated_host(self, rank: int) -> EmulatedHost | None:
         """A worker's place on the emulated network; None where the network is real."""
         return EmulatedHost(worker_name(rank), self.proxies[rank]) if rank in self.proxies else None
@@ -95,23 +118,13 @@ class JobFacts:
 
 def job_from(data: dict[str, Any]) -> JobFacts:
     """The facts in plain data."""
-    slow = {int(rank): float(factor) for rank, factor in data.pop("slow", {}).items()}
-    addresses, positions = tuple(data.pop("addresses", ())), tuple(data.pop("positions", ()))
-    probability, seconds = data.pop("hiccup", (0.0, 0.0))
-    tokens, proxies = ({int(rank): str(text) for rank, text in data.pop(name, {}).items()} for name in ("tokens", "proxies"))
-    link = data.pop("link", None)
-    companions = tuple(data.pop("companions", ()))
-    return JobFacts(
-        **data,
-        addresses=addresses,
-        positions=positions,
-        slow=slow,
-        hiccup=(probability, seconds),
-        tokens=tokens,
-        proxies=proxies,
-        link=tuple(link) if link else None,
-        companions=companions,
-    )
+    facts = {**data, "addresses": data.get("addresses", ())}
+    for name in ("slow", "tokens", "proxies"):
+        facts[name] = {int(rank): value for rank, value in facts.get(name, {}).items()}
+    for name in ("addresses", "positions", "companions", "hiccup", "link"):
+        if facts.get(name) is not None:
+            facts[name] = tuple(facts[name])
+    return JobFacts(**facts)
 
 
 def read_job(path: str | Path) -> JobFacts:
@@ -126,7 +139,11 @@ def read_job(path: str | Path) -> JobFacts:
 
 def placement_of_environment() -> Placement | None:
     """How another launcher (torchrun, mpirun, srun) started this process; None when none did."""
-    parent = f"{os.getppid()}-{_started(os.getppid())}"
+    process, started = os.getppid(), ""  # with the time of its start the id identifies the process for good
+    with suppress(OSError, IndexError):
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+        started = stat.rpartition(")")[2].split()[19]
+    parent = f"{process}-{started}"
     return placement_of(os.environ, parent)  # of another launcher's variables: placement.py says which
 
 
@@ -159,14 +176,6 @@ def claimed_by(place: str) -> int:
 def chosen_debugger() -> str:
     """The debugger that the user has chosen for `breakpoint()`, as a dotted name; "0" for none."""
     return os.environ.get(DEBUGGER_VARIABLE) or os.environ.get(BREAKPOINT_VARIABLE) or "pdb.set_trace"
-
-
-def _started(process: int) -> str:
-    """The start time of a process: with its id it identifies the process for good."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The processes of a job on this host: what each is told, and how it is started.
 
 A server reads its configuration from standard input, which stays open as long as the launcher lives. A worker finds the job
-file and its rank in its environment, beside the variables that torchrun would set.
+file and its rank in its environment, beside the variables that torchrun would set. They meet in a private folder, with
+sockets, the job file and the key, that is removed with the job, however that ends.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from polytempo.launcher.child_process import WATCHED, ChildProcess, Standing
+from polytempo.launcher import orphan_cleanup
+from polytempo.launcher.child_process import WATCHED, ChildProcess, ProcessMonitor, Standing
 from polytempo.launcher.debugger import HOOK, SOCKET
 from polytempo.launcher.display import Display
 from polytempo.launcher.forked_process import preload
@@ -28,8 +34,6 @@ from polytempo.launcher.job_facts import (
     JobFacts,
     chosen_debugger,
 )
-from polytempo.launcher.job_folder import JobFolder
-from polytempo.launcher.process_monitor import ProcessMonitor
 from polytempo.launcher.program import Program
 from polytempo.launcher.request import CheckedRequest, split_address
 from polytempo.server.resume_rules import companions_in
@@ -41,8 +45,47 @@ from polytempo.version import VERSION
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 #: Seconds in which the emulated network starts: it loads little.
 LINK_TIMEOUT = 30.0
+#: Seconds that the janitor of a folder may take to end when there is nothing to clean up.
+JANITOR_PATIENCE = 5.0
 #: The event of a worker that asks for the terminal.
 DEBUGGER = "debugger"
+
+
+class JobFolder:
+    """A private folder, and a janitor that removes it if this process is killed."""
+
+    def __init__(self, who: str) -> None:
+        made = tempfile.mkdtemp(prefix="polytempo-")  # only this user can enter it
+        if len(made) > 80:  # too long for a socket
+            os.rmdir(made)
+            made = tempfile.mkdtemp(prefix="polytempo-", dir="/tmp")
+        self.path = Path(made)
+        self.job_file = self.path / "job.json"
+        command = [sys.executable, "-I", "-S", os.path.abspath(orphan_cleanup.__file__)]
+        self._janitor = subprocess.Popen(
+            [*command, who, str(os.getpid()), str(self.path), f"{JOB_VARIABLE}={self.job_file}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def mark(self) -> dict[str, str]:
+        """The variable by which the janitor finds the processes of the job."""
+        return {JOB_VARIABLE: str(self.job_file)}
+
+    def remove(self) -> None:
+        """Remove the folder: all processes have ended. The janitor ends too."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        assert self._janitor.stdin is not None
+        with suppress(BrokenPipeError):
+            self._janitor.stdin.write(b"!")
+            self._janitor.stdin.close()
+        try:
+            self._janitor.wait(JANITOR_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._janitor.kill()
+            self._janitor.wait()
 
 
 class JobProcesses:
@@ -53,7 +96,8 @@ class JobProcesses:
         away = bool(self._request.listen) and not self._request.insecure
         self.keys: JobKeys | None = make_keys() if away or self._request.link else None
         self._secret = make_secret()  # of the servers alone
-        self._port = free_port()
+        with socket.create_server(("", 0)) as free:
+            self._port = int(free.getsockname()[1])  # free now, for scripts that call torch.distributed
         self.servers: dict[ChildProcess, int] = {}  #: with their shards
         self.workers: dict[ChildProcess, int] = {}  #: with their ranks
         self.link: ChildProcess | None = None  #: the emulated network
@@ -98,7 +142,10 @@ class JobProcesses:
             variables = {**facts.torch_variables(rank), **self._threads()}
             log = self._log(f"worker-{rank}")
             file = self.folder.job_file
-            child = start_worker(request.program, file, rank, variables, log, request.fork, self._standing(rank))
+            standing = WATCHED
+            if rank == request.reader:  # it has the launcher's standard input, and with --debug its output as well
+                standing = Standing(reads=True, direct=request.debug is not None, in_foreground=os.isatty(0))
+            child = start_worker(request.program, file, rank, variables, log, request.fork, standing)
             self.workers[child] = rank
             self.monitor.add(child)
             display.detail(f"worker {rank} is process {child.process.pid}")
@@ -222,12 +269,6 @@ class JobProcesses:
         share = max(1, (os.cpu_count() or 1) // busy)
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
 
-    def _standing(self, rank: int) -> Standing:
-        """Of a worker: whether it has the launcher's standard input, and with --debug its output as well."""
-        if rank != self._request.reader:
-            return WATCHED
-        return Standing(reads=True, direct=self._request.debug is not None, in_foreground=os.isatty(0))
-
     def _log(self, name: str) -> Path | None:
         return self._request.record / "logs" / f"{name}.log" if self._request.record else None
 
@@ -261,9 +302,3 @@ def start_worker(
     return ChildProcess(
         f"worker {rank}", program.command(folder), environment, log, forks=forks, standing=standing, body=body
     )
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])

@@ -15,7 +15,7 @@ import json
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,20 +30,21 @@ from polytempo.checkpoints import (
     step_of,
     whole_checkpoints,
 )
-from polytempo.errors import counted
-from polytempo.launcher.child_process import ENDING, ChildProcess
-from polytempo.launcher.coordinator_link import STATUS_EVERY, CoordinatorLink
-from polytempo.launcher.display import Display
-from polytempo.launcher.job_processes import DEBUGGER, JobProcesses
-from polytempo.launcher.process_monitor import (
+from polytempo.errors import PeerError, counted
+from polytempo.launcher.child_process import (
+    ENDING,
     INTERRUPTED,
+    ChildProcess,
     Exited,
     MonitorEvent,
     OutputLine,
     OutputRows,
+    ProcessMonitor,
     Readable,
     Signalled,
 )
+from polytempo.launcher.display import Display
+from polytempo.launcher.job_processes import DEBUGGER, JobProcesses
 from polytempo.launcher.request import CheckedRequest
 from polytempo.launcher.script_error import TOLD_TO_END
 from polytempo.launcher.supervisor import (
@@ -58,11 +59,26 @@ from polytempo.launcher.supervisor import (
     last_error,
     waited_too_long,
 )
-from polytempo.protocol.messages import Expecting, Finish, Finished, Gone, Notice, Status, Stop
+from polytempo.protocol.messages import (
+    AnyMessage,
+    Expecting,
+    Finish,
+    Finished,
+    Gone,
+    Hello,
+    Notice,
+    Status,
+    StatusRequest,
+    Stop,
+    decode,
+    encode,
+)
 from polytempo.protocol.values import TrainingProgress
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.deadline import named
 from polytempo.transport.host_addresses import joined_by, own_addresses
 from polytempo.transport.keys import write_key_file
+from polytempo.transport.stream import StreamChannel
 
 #: Seconds that the servers may take to write the record and the last checkpoint.
 SERVERS_END = 60.0
@@ -70,6 +86,74 @@ SERVERS_END = 60.0
 #: come: a scheduler sends them to every process of a job, and a shell that it runs in may pass them on.
 ENOUGH = 3
 INSIST = "Ctrl-C three times, or SIGQUIT, ends at once"
+
+STATUS_EVERY = 0.5  #: seconds between two requests for the coordinator's status
+LARGEST_MESSAGE = 1 << 40
+#: Requests that may be unanswered: more of them would fill the socket of a coordinator that is stopped, and block a sender.
+UNANSWERED = 8
+
+
+class CoordinatorLink:
+    """Closed until the coordinator listens, and again when it is gone: then messages are dropped, as its pidfd tells."""
+
+    def __init__(self, monitor: ProcessMonitor) -> None:
+        self._monitor = monitor
+        self._channel: StreamChannel | None = None
+        self._requested_at = 0.0
+        self.requested = self.answered = 0  #: requests for a status, and answers; they come in order
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the coordinator can be reached."""
+        return self._channel is not None
+
+    def open(self, address: str) -> bool:
+        """Connect; false when the coordinator has ended since it was ready."""
+        try:
+            self._channel = StreamChannel(address.removeprefix("ipc://"), Pool(), LARGEST_MESSAGE)
+        except PeerError:
+            return False
+        self._monitor.watch(self._channel.pollable(), "coordinator")
+        self.send(Hello(role="launcher"))
+        return True
+
+    def send(self, message: AnyMessage) -> None:
+        """Send, if the coordinator is there."""
+        if self._channel is not None:
+            try:
+                self._channel.send(encode(message))
+            except PeerError:
+                self.close()
+
+    def request_status(self) -> int:
+        """Ask for the status; the number of this request."""
+        self._requested_at = time.monotonic()
+        self.requested += 1
+        self.send(StatusRequest())
+        return self.requested
+
+    def request_status_when_due(self) -> None:
+        """Twice a second, while they are answered."""
+        is_due = time.monotonic() - self._requested_at >= STATUS_EVERY
+        if self.is_open and is_due and self.requested - self.answered < UNANSWERED:
+            self.request_status()
+
+    def received(self) -> Iterator[AnyMessage]:
+        """All messages that have come."""
+        try:
+            while self._channel is not None and (received := self._channel.receive()) is not None:
+                message = decode(received[0])
+                self.answered += isinstance(message, Status)
+                yield message
+        except PeerError:
+            self.close()
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._channel is not None:
+            self._monitor.unwatch(self._channel.pollable())
+            self._channel.close()
+            self._channel = None
 
 
 class CheckpointWatch:
@@ -93,11 +177,6 @@ class CheckpointWatch:
         """How to go on from the newest, for the end of a line; empty when there is none."""
         newest = self.newest()
         return f"; go on with --resume {shlex.quote(str(newest))}" if newest is not None else ""
-
-    def lost_with(self, step: int) -> str:
-        """What is lost when a job that has reached this step ends at once."""
-        newest = self.newest()
-        return f"the checkpoint was not finished: steps {step_of(newest) if newest else 0} to {step} are lost"
 
     def clear(self) -> None:
         """All servers have ended: remove the partial checkpoints of this job."""
@@ -124,7 +203,7 @@ class JobEnd:
     finished: bool = False  #: the coordinator has sent the summary: all is written
     dismissed: bool = False  #: the servers have been waited for, and end now; one that is still starting is too late
     stopped: str = ""  #: the cause that the servers were told
-    lost: str = ""  #: how a server was lost after the workers had ended
+    lost: str = ""  #: how a server was lost after the workers had ended; the first one counts
     unsaved: str = ""  #: why the last checkpoint could not be written
 
     @property
@@ -140,18 +219,9 @@ class JobEnd:
         return self.cause.worker is not None and (self.cause.lost or self.signals > 0)  # else a server is lost
 
     @property
-    def is_early(self) -> bool:
-        """Whether the job ends before its workers have finished."""
-        return self.interrupted or self.cause is not None
-
-    @property
     def in_words(self) -> str:
         """The cause that all processes are told; empty when all workers have finished."""
         return self.cause.cause if self.cause else ("interrupted" if self.interrupted else "")
-
-    def note_lost(self, how: str) -> None:
-        """A server is lost; the first one counts."""
-        self.lost = self.lost or how
 
     def unfinished(self, stop_when_unsaved: bool, hint: str) -> EndJob | None:
         """All workers have finished; the cause if the servers have not, or if the last checkpoint is missing."""
@@ -229,13 +299,9 @@ class LocalJob:
             return status
 
     @property
-    def finished(self) -> int:
-        """The number of workers that finished."""
-        return len(self._supervisor.finished)
-
-    def has_finished(self, rank: int) -> bool:
-        """Whether this worker has."""
-        return rank in self._supervisor.finished
+    def finished(self) -> set[int]:
+        """The workers that finished."""
+        return self._supervisor.finished
 
     @property
     def ended_by(self) -> signal.Signals | None:
@@ -249,7 +315,7 @@ class LocalJob:
 
     @property
     def _told_to_end(self) -> bool:
-        return self._end.signals > 0 and self._end.is_early
+        return self._end.signals > 0 and (self._end.interrupted or self._end.cause is not None)
 
     # The loop.
 
@@ -278,16 +344,14 @@ class LocalJob:
         for child in again:
             self.display.say(f"{watched[child]} (process {child.process.pid}) goes on")
         for child in over:
-            self._give_up_stopped(child, f"was stopped for longer than {self._stopped.limit:g} s (--timeout)")
-
-    def _give_up_stopped(self, child: ChildProcess, cause: str) -> None:
-        child.kill(signal.SIGKILL)
-        if self._supervisor.ending:
-            self._end.note_lost(f"{child.label} {cause}")
-        elif child is self._processes.link:
-            self._link_lost(cause)
-        else:
-            self._apply(self._supervisor.server_exited(self._processes.servers[child], cause, self._lost_server()))
+            cause = f"was stopped for longer than {self._stopped.limit:g} s (--timeout)"
+            child.kill(signal.SIGKILL)
+            if self._supervisor.ending:
+                self._end.lost = self._end.lost or f"{child.label} {cause}"
+            elif child is processes.link:
+                self._link_lost(cause)
+            else:
+                self._apply(self._supervisor.server_exited(processes.servers[child], cause, self._lost_server()))
 
     def _lost_server(self) -> LostServer:
         """What is lost with a server: the coordinator said last whether servers hold the model; before, the options do."""
@@ -308,15 +372,10 @@ class LocalJob:
                 handler(message)
 
     def _on_readable(self, event: Readable) -> None:
-        if event.key == DEBUGGER:
-            self._on_debugger()
-        else:
+        if event.key != DEBUGGER:
             self._receive()
-
-    # Events of child processes, and signals.
-
-    def _on_debugger(self) -> None:
-        """A worker has come to its first `breakpoint()`, and waits until the terminal is free."""
+            return
+        # a worker has come to its first `breakpoint()`, and waits until the terminal is free
         asks = self._processes.accept_debugger()
         self.display.make_room()
         if self._processes.in_foreground and not self._debugged:
@@ -327,6 +386,8 @@ class LocalJob:
             )
         asks.send(b"!")
         asks.close()
+
+    # Events of child processes, and signals.
 
     def _on_signal(self, event: Signalled) -> None:
         """The first signal ends the job in order. Who insists (`JobEnd.at_once`) ends it at once."""
@@ -410,11 +471,10 @@ class LocalJob:
         if not self._end.finished:
             server = self._processes.servers[event.child]
             if self._supervisor.ending and event.status and server in self._ready:  # before that it holds nothing
-                self._end.note_lost(f"server {server} {cause}")
+                self._end.lost = self._end.lost or f"server {server} {cause}"
             self._apply(self._supervisor.server_exited(server, cause, self._lost_server()), event.child)
 
     def _on_gone(self, message: Gone) -> None:
-        """A worker on another host has ended."""
         if message.asked:
             self._asked.add(message.worker)
         self._worker_ended(message.worker, message.reason, message.cause)
@@ -472,7 +532,7 @@ class LocalJob:
         elif message.about == "record":
             self._warn_lost_record(message.text)
         elif message.fatal and message.text != self._end.stopped:  # else it repeats the cause that the servers were told
-            self._end.note_lost(message.text)
+            self._end.lost = self._end.lost or message.text
         elif not message.fatal:
             self.display.say(message.text)
 
@@ -564,14 +624,17 @@ class LocalJob:
             self._handle(self._monitor.turn(0.1))
         if not (end.finished or end.lost or end.at_once) and self._coordinator.is_open:
             stopped = "".join(f"; {child.label} is stopped" for child in self._processes.servers if child.is_stopped)
-            end.note_lost(f"the servers were waited for longer than {patience:g} s{stopped}")
+            end.lost = f"the servers were waited for longer than {patience:g} s{stopped}"
 
     def _report(self) -> int:
-        """The last lines; the exit status."""
         end = self._end
         if end.interrupted or (end.at_once and not end.finished):
             cut = end.at_once and not end.finished
-            trouble = self._checkpoints.lost_with(self._step) if cut else end.unsaved or end.lost
+            trouble = end.unsaved or end.lost
+            if cut:
+                newest = self._checkpoints.newest()
+                saved = step_of(newest) if newest else 0
+                trouble = f"the checkpoint was not finished: steps {saved} to {self._step} are lost"
             self.display.say(f"interrupted; all processes have ended{self._checkpoints.after(trouble)}")
             return INTERRUPTED
         cause = end.cause or end.unfinished(self.request.checkpoint_errors == "stop", self._checkpoints.hint())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from polytempo.launcher.program import Program
 from polytempo.records.files import check_no_record
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.resume_rules import check_modes
-from polytempo.server.server_device import check_server_device, default_servers
+from polytempo.server.server_device import check_server_device, count_visible, default_servers
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
 from polytempo.sync.spec import Spec, parse_spec, refused_of
@@ -206,7 +208,8 @@ class RunRequest:
             check_no_record(self.record, self.overwrite)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
         if path is not None:
-            check_modes(path.name, parse_spec(manifest.get("sync", self.sync)), self.spec)
+            before = replace(self, sync=manifest.get("sync", self.sync))  # the same job in the checkpoint's mode
+            check_modes(path.name, before.spec, self.spec)
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
         return CheckedRequest(self, plan, path)
@@ -329,3 +332,12 @@ def check_free(listen: str) -> None:
             pass
     except OSError as error:
         raise UsageError(f"cannot listen on {listen}: {error.strerror or error}; choose another port or address") from None
+
+
+def visible_gpus() -> int:
+    """GPUs of this host that CUDA_VISIBLE_DEVICES leaves visible, found without loading torch or CUDA."""
+    try:
+        files = sum(1 for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name))
+    except OSError:
+        files = 0
+    return count_visible(files, os.environ.get("CUDA_VISIBLE_DEVICES"))

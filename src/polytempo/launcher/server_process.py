@@ -62,7 +62,11 @@ def serve(config: dict[str, Any]) -> None:
     if index:
         coordinator, to_coordinator = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
-        record, lost = _opened(config["record"])
+        record, lost = None, ""
+        try:
+            record = RecordWriter(config["record"]) if config["record"] else None
+        except OSError as error:
+            lost = record_lost(error)
         facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
         coordinator = Coordinator(
             *(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials),
@@ -77,14 +81,6 @@ def serve(config: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps({"ready": [endpoint.address for endpoint in endpoints]}) + "\n")
     sys.stdout.flush()
     server.run()
-
-
-def _opened(directory: str | None) -> tuple[RecordWriter | None, str]:
-    """The record, or why there is none."""
-    try:
-        return (RecordWriter(directory) if directory else None), ""
-    except OSError as error:
-        return None, record_lost(error)
 
 
 def main() -> None:

@@ -152,13 +152,14 @@ class StoppedProcesses(Generic[Process]):
         for process in stopped:
             self.since.setdefault(process, now)
         over = [process for process, since in self.since.items() if self.limit is not None and now - since > self.limit]
-        due = [process for process in self.since if process not in over and self._is_due(process, now)]
+        due = []
+        for process, since in self.since.items():
+            last = self.named.get(process)
+            wait = NAMED_AFTER if last is None else max(AGAIN_AFTER, 2 * (last - since))
+            if process not in over and now - since >= wait:
+                due.append(process)
         self.named.update(dict.fromkeys(due, now))
         return due, again, over
-
-    def _is_due(self, process: Process, now: float) -> bool:
-        since, last = self.since[process], self.named.get(process)
-        return now - since >= (NAMED_AFTER if last is None else max(AGAIN_AFTER, 2 * (last - since)))
 
     def held_up(self, now: float) -> bool:
         """Whether workers may have waited for a stopped process in the last `limit` seconds, instead of for each other."""

@@ -62,7 +62,8 @@ class Screen:
         cut = None if last else _PARTIAL.search(text)
         if cut:
             text, self._escape = text[: cut.start()], cut.group()
-        if not _MOVES.search(text) and self._plain():
+        plain = len(self._rows) == 1 and self._column == len(self._rows[0]) and not (self._redrawn[0] or self._returned)
+        if plain and not _MOVES.search(text):
             self._take_lines(text)
         else:
             self._take_drawing(text)
@@ -70,9 +71,6 @@ class Screen:
             self._settle(len(self._rows))
         done, self._done = self._done, []
         return done
-
-    def _plain(self) -> bool:
-        return len(self._rows) == 1 and self._column == len(self._rows[0]) and not (self._redrawn[0] or self._returned)
 
     def _take_lines(self, text: str) -> None:
         first, *others = text.split("\n")

@@ -5,8 +5,8 @@ passes shows: time never goes back; no worker starts before all initial workers 
 and a hold before it only with need; the mode's bound holds at every release; no worker stays held that may start, at any
 moment; a joiner starts at the slowest one's step; `slowest` is true; every accepted push is applied exactly once on every
 server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
-stale; during a warm start one worker pushes and all others wait for it. Modes with neighbours: `neighbours.py`; merges of a
-quorum: `merges.py`; rounds with shares or deadlines: `rounds.py`.
+stale; during a warm start one worker pushes and all others wait for it. Rounds with shares or deadlines, merges of a quorum
+and modes with neighbours: `rounds.py`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from polytempo.errors import BrokenInvariant
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
-from polytempo.records.merges import MergeChecker
-from polytempo.records.neighbours import NeighbourRules
-from polytempo.records.rounds import RoundChecker
+from polytempo.records.rounds import MergeChecker, NeighbourRules, RoundChecker
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.spec import Spec
 
@@ -31,41 +28,33 @@ EVENTS = ("join", "push", "leave", "tick")
 RecordRule = Callable[[int, int], bool]  # (step, slowest) -> bool
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a mode promises about starting `step` while the slowest active worker is at `slowest`."""
-
-    may_start: RecordRule
-    may_wait: RecordRule
-
-
-def rules_for(spec: Spec) -> Rules:
-    """The contract's words for each mode, as functions."""
+def rules_for(spec: Spec) -> tuple[RecordRule, RecordRule]:
+    """The contract's words for each mode, as functions: whether a worker may start `step` while the slowest active worker is
+    at `slowest`, and whether it may have to wait."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
-    averaging = spec.averaging
     if name == "gossip":  # neighbours, checked apart
-        return Rules(lambda c, low: True, lambda c, low: c > low)
-    if averaging is not None and averaging.decoupled:  # merges, checked apart
-        return Rules(lambda c, low: True, lambda c, low: averaging.waits and c > low)
-    if name in ("bsp", "bsp+balance") or averaging is not None:  # rounds, or blocks that end as rounds do
-        return Rules(lambda c, low: c <= low, lambda c, low: c > low)
+        return (lambda c, low: True, lambda c, low: c > low)
+    if "quorum" in spec.options:  # merges, checked apart
+        return (lambda c, low: True, lambda c, low: spec.capabilities.waits and c > low)
+    if name in ("bsp", "bsp+balance") or spec.capabilities.averages:  # rounds, or blocks that end as rounds do
+        return (lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
     if name == "ssp":
-        return Rules(lambda c, low: c - low <= argument, lambda c, low: c - low > argument)
+        return (lambda c, low: c - low <= argument, lambda c, low: c - low > argument)
     if name == "dssp":
         lower, upper = argument
-        return Rules(lambda c, low: c - low <= upper, lambda c, low: c - low > lower)
+        return (lambda c, low: c - low <= upper, lambda c, low: c - low > lower)
     if name == "dssp-paper":
-        return Rules(lambda c, low: True, lambda c, low: c - low > argument[0])
+        return (lambda c, low: True, lambda c, low: c - low > argument[0])
     if name == "every":
         soft = "wait" in spec.options
         inside: RecordRule = lambda c, low: c // argument <= low // argument  # noqa: E731
-        return Rules(lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
+        return (lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
     if name in ("bsp+backup", "anytime"):  # rounds, checked apart
-        return Rules(lambda c, low: True, lambda c, low: True)
-    return Rules(lambda c, low: True, lambda c, low: False)  # asp, delay, asup, downpour after its warm start
+        return (lambda c, low: True, lambda c, low: True)
+    return (lambda c, low: True, lambda c, low: False)  # asp, delay, asup, downpour after its warm start
 
 
 class RecordChecker:
@@ -74,8 +63,8 @@ class RecordChecker:
     def __init__(self, spec: Spec, workers: int, members: Sequence[int] = ()) -> None:
         self.spec = spec
         self.workers = len(members) or workers
-        self.rules = rules_for(spec)
-        decoupled = spec.averaging is not None and spec.averaging.decoupled
+        self._may_start, self._may_wait = rules_for(spec)
+        decoupled = "quorum" in spec.options
         self._corrections = Corrections(most=spec.options.get("drop")) if decoupled else spec.corrections
         self.lines = 0
         self._t = float("-inf")
@@ -92,7 +81,7 @@ class RecordChecker:
         self._alone: int | None = None
         self._begun = False
         self._merges = MergeChecker(spec, self._require) if decoupled else None
-        self._neighbours = None if spec.gossip is None else NeighbourRules(spec.gossip)
+        self._neighbours = NeighbourRules(spec.mode.name == "adpsgd") if spec.capabilities.neighbours else None
         self._rounds = RoundChecker(spec, self._require) if spec.capabilities.by_speed else None
         self._group: list[RecordLine] = []
 
@@ -202,7 +191,7 @@ class RecordChecker:
         else:
             lowest = self._slowest()
             assert lowest is not None
-            self._require(line, self.rules.may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
+            self._require(line, self._may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
             behind = all(self._pushed.get(other, step) < step for other in line["waiting_for"])
             self._require(line, behind and line["waiting_count"] > 0, "waits for a worker that is not behind")
             if self._neighbours:
@@ -235,10 +224,10 @@ class RecordChecker:
     def _check_bound(self, line: RecordLine, lowest: int) -> None:
         worker, step, name = line["worker"], line["step"], self.spec.mode.name
         ahead = step - self._pushed[worker]
-        allowed = self.spec.ahead
+        allowed = self.spec.capabilities.ahead
         self._require(line, 0 <= ahead <= allowed, f"{ahead} ahead of its own finished exchanges, allowed {allowed}")
         if not allowed:
-            self._require(line, self.rules.may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
+            self._require(line, self._may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
         if name == "bsp+backup" and step > self._round:  # the first release of a round: the one before has just closed
             self._round = step
             needed = min(self.workers - self.spec.arguments[0], len(self._pushed))
@@ -255,8 +244,9 @@ class RecordChecker:
         self._require(line, len(line["staleness"]) == len(line["workers"]), "one staleness for each worker")
         dropped = next(filter(None, (self._corrections.verdict(stale).drop for stale in line["staleness"])), "")
         self._require(line, not dropped, f"applied, although {dropped}")
-        keeps = self.spec.anytime is not None and self.spec.anytime.late == "keep"  # a late micro-batch counts a round later
-        fresh = keeps or not (self.spec.capabilities.rounds or self._neighbours) or not any(line["staleness"])
+        can = self.spec.capabilities
+        at_once = (can.rounds or self._neighbours) and not can.keeps_late  # a late micro-batch may count a round later
+        fresh = not at_once or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 
     def _none_forgotten(self, line: RecordLine) -> None:
@@ -268,7 +258,7 @@ class RecordChecker:
             self._require(line, self._alone is not None, "all workers wait for a warm start that none makes")
             return
         for step in set(self._held.values()):
-            self._require(line, self.rules.may_wait(step, lowest), f"a worker is still held for step {step} without need")
+            self._require(line, self._may_wait(step, lowest), f"a worker is still held for step {step} without need")
         for worker, step in self._held.items() if self._neighbours else ():
             assert self._neighbours is not None
             self._require(line, bool(self._neighbours.awaited(worker, step)), f"worker {worker} is held without need")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,8 @@ from typing import Any
 
 from polytempo.checkpoints import write_file
 from polytempo.errors import RecordError, UsageError
-from polytempo.records.lines import RecordLine
+from polytempo.records.lines import MAIN, RecordLine
+from polytempo.sync.spec import Spec, parse_spec
 
 EVENTS = "events.jsonl"
 META = "meta.json"
@@ -39,21 +40,20 @@ def read_events(directory: str | Path) -> Iterator[RecordLine]:
     path = Path(directory) / EVENTS
     try:
         with path.open(encoding="utf-8", errors=ESCAPED) as file:
-            yield from parse_lines(file, str(path))
+            for number, text in enumerate(file, 1):
+                yield _parsed(text, path, number)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}; expected a directory made with --record") from None
 
 
-def parse_lines(texts: Iterable[str], name: str) -> Iterator[RecordLine]:
-    """Lines from their texts; `name` is what an error calls their source."""
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise RecordError(f"{name}, line {number}: not JSON ({error.msg}); the record may be cut short") from None
-        if not isinstance(line, dict) or "kind" not in line or "t" not in line:
-            raise RecordError(f"{name}, line {number}: expected an object with 't' and 'kind', got {text.strip()[:60]}")
-        yield line
+def _parsed(text: str, path: Path, number: int) -> RecordLine:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}, line {number}: not JSON ({error.msg}); the record may be cut short") from None
+    if not isinstance(line, dict) or "kind" not in line or "t" not in line:
+        raise RecordError(f"{path}, line {number}: expected an object with 't' and 'kind', got {text.strip()[:60]}")
+    return line
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
@@ -61,7 +61,13 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
 
     Raises: UsageError, when there is no record in the directory; RecordError, when what there is cannot be read."""
     path = Path(directory) / META
-    _check_is_record(path.parent)
+    directory = path.parent
+    if not holds_record(directory):
+        if inside := records_below(directory):
+            names = ", ".join(map(str, inside[:4])) + (", ..." if len(inside) > 4 else "")
+            raise UsageError(f"there is no record in {directory} itself; there is one in {names}")
+        what = "" if directory.is_dir() else ": it is a file" if directory.exists() else ": there is no such directory"
+        raise UsageError(f"there is no record in {directory}{what}; expected a directory written with --record")
     try:
         meta = json.loads(path.read_text(encoding="utf-8", errors=ESCAPED))
     except FileNotFoundError:
@@ -76,19 +82,14 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
     return dict(meta)
 
 
+def spec_of(meta: Mapping[str, Any], optimizer_id: str = MAIN) -> Spec:
+    """The mode of a recorded optimizer, with what it left to the script's optimizer; of one that is not named, the job's."""
+    return parse_spec(meta.get("job", {}).get("optimizers", {}).get(optimizer_id, meta["spec"]))
+
+
 def refused_modes(meta: Mapping[str, Any]) -> tuple[str, ...]:
     """Modes that the recorded job could not use: its optimizer would refuse them, or its command."""
     return (*meta.get("job", {}).get("refused", ()), *meta.get("options", {}).get("refused", ()))
-
-
-def _check_is_record(directory: Path) -> None:
-    if holds_record(directory):
-        return
-    if inside := records_below(directory):
-        names = ", ".join(map(str, inside[:4])) + (", ..." if len(inside) > 4 else "")
-        raise UsageError(f"there is no record in {directory} itself; there is one in {names}")
-    what = "" if directory.is_dir() else ": it is a file" if directory.exists() else ": there is no such directory"
-    raise UsageError(f"there is no record in {directory}{what}; expected a directory written with --record")
 
 
 # Writes a record: a directory with events.jsonl and meta.json.
@@ -168,12 +169,9 @@ def _json(value: Any, **form: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, **form)
     except ValueError:
         text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **form)
-    return text if text.isascii() else _joined(text)
-
-
-def _joined(text: str) -> str:
-    """In a locale that is not UTF-8 a name's bytes beyond ASCII came as surrogates: those that are UTF-8 are joined."""
-    try:
+    if text.isascii():
+        return text
+    try:  # in a locale that is not UTF-8 a name's bytes beyond ASCII came as surrogates: those that are UTF-8 are joined
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # there are surrogates that stand for no byte
         return text

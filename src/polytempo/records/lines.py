@@ -51,15 +51,9 @@ def action_line(action: Action, now: float) -> RecordLine | None:
         line = {"t": now, "kind": "release", "worker": action.worker, "step": action.step, "slowest": action.slowest}
         return line | _release_details(action)
     if isinstance(action, Hold):
-        return {
-            "t": now,
-            "kind": "hold",
-            "worker": action.worker,
-            "step": action.step,
-            "waiting_for": list(action.waiting_for),
-            "waiting_count": action.waiting_count,
-            "reason": action.reason,
-        }
+        line = {"t": now, "kind": "hold", "worker": action.worker, "step": action.step}
+        waits = {"waiting_for": list(action.waiting_for), "waiting_count": action.waiting_count}
+        return {**line, **waits, "reason": action.reason}
     if isinstance(action, Admit):
         return {"t": now, "kind": "join", "worker": action.worker, "step": action.step}
     if isinstance(action, Discard | Refuse):
@@ -95,14 +89,8 @@ def _release_details(release: Release) -> RecordLine:
 def apply_line(action: Apply, now: float, server: int, version: int, staleness: list[int]) -> RecordLine:
     """The line of an update on one server: the version it made, and how stale each part of it was."""
     workers = [push.worker for push in action.pushes]
-    line = {
-        "t": now,
-        "kind": "apply",
-        "server": server,
-        "version": version,
-        "workers": workers,
-        "staleness": staleness,
-    }
+    line: RecordLine = {"t": now, "kind": "apply", "server": server, "version": version}
+    line |= {"workers": workers, "staleness": staleness}
     return line | {"divisor": action.divisor} if action.divisor else line
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from polytempo.errors import BrokenInvariant, PolytempoError
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine, action_line, event_of
+from polytempo.sync import corrections
 from polytempo.sync.actions import Apply
-from polytempo.sync.corrections import STALE
 from polytempo.sync.events import Event, Pushed
 from polytempo.sync.policy import Policy
 
@@ -72,7 +72,7 @@ def _was_stale(line: RecordLine, event: Event | None, updates: list[list[int]]) 
     """Is this the discard of a push, the latest event, that the policy makes an update of?"""
     worker, step = line["worker"], line["step"]
     latest = isinstance(event, Pushed) and (event.worker, event.step) == (worker, step) and updates[-1:] == [[worker]]
-    return latest and line["reason"].startswith(STALE)
+    return latest and line["reason"].startswith(corrections.STALE)
 
 
 def _compare(number: int, line: RecordLine, expected: list[RecordLine]) -> None:

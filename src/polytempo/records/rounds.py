@@ -1,28 +1,53 @@
-"""Checks the rounds of `bsp+balance` and `anytime` in a record, without asking the policies.
+"""The promises of modes in which more counts than the slowest worker, stated without the policies, from a record alone.
 
-A record that passes shows: a round closes as soon as all of its workers have pushed or left; without one of them only in a
-mode with deadlines, and not before it was overdue; its update is made of exactly the pushes that came in time; an overdue
-worker's push is discarded, and it goes on with the next round and is told how many it has missed; a worker that joins while
-a round is under way starts with the next; all workers of a round are told the same deadline, or the same shares. Shares are
-positive, within their bounds, 1 on average, of exactly the members, and hold from a batch on that no worker had drawn. The
-divisor is the same on all servers, and none that the workers could not have been expected to reach.
+rounds of `bsp+balance` and `anytime`
+    a round closes as soon as all of its workers have pushed or left; without one of them only in a mode with deadlines, and
+    not before it was overdue; its update is made of exactly the pushes that came in time; an overdue worker's push is
+    discarded, and it goes on with the next round and is told how many it has missed; a worker that joins while a round is
+    under way starts with the next; all workers of a round are told the same deadline, or the same shares. Shares are
+    positive, within their bounds, 1 on average, of exactly the members, and hold from a batch on that no worker had drawn.
+    The divisor is the same on all servers, and none that the workers could not have been expected to reach
+merges of decoupled DiLoCo
+    a merge takes all pushes that are pending, each once; it is made with pushes of a quorum, or with those of all active
+    workers; it is made as soon as all of them are in, and at the latest when the grace is over; a worker is released after
+    its push only when that is merged or dropped; a push is dropped only when its anchor is too old, and always then
+neighbours: gossip
+    a joiner starts one step after the furthest release; a worker starts step c + 1 when, and only when, each of its
+    neighbours in step c, in or out, has pushed c or is gone; `lost` names exactly those of them that were gone without
+    pushing it; what one sends in a step is what the other receives; what a worker keeps and sends sums to 1, and so does
+    what it keeps and receives
+neighbours: adpsgd
+    no worker is held once the job has begun; a partner is another member, one of the two has an even place among the members
+    and the other an odd one, and the one that asks has the even one, unless it has no model
+neighbours: both
+    a worker has no model from the moment it joins a job that has begun until a neighbour that has one pushed to it (gossip)
+    or until it pushes a step with samples (adpsgd), unless no member has one
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from polytempo.records.lines import RecordLine
-from polytempo.records.merges import RequireLine
 from polytempo.sync.spec import Spec
 
-#: What `barrier.py`, `balance.py` and `anytime.py` promise, written down a second time.
+#: What `barrier.py`, `balance.py`, `anytime.py` and `decoupled_diloco.py` promise, written down a second time.
 LEAST_SHARE, MOST_SHARE, ROUNDED = 0.1, 2.0, 0.001
 SOONEST_WITH_HALF, SOONEST_WITH_FEWER = 2.25, 3.5
 LATEST, SETTLED = 1.02, 1.05
-#: Moments are sums of floats.
-CLOSE = 1e-9
+SLACK = 0.5
+#: Moments, and the shares of neighbours, are sums of floats.
+CLOSE, ROUNDING = 1e-9, 1e-12
+
+RecordedRow = dict[str, Any]
+NO_ROW: RecordedRow = {"keep": 1.0, "send": [], "receive": []}
+
+#: Raises with the line and a text, unless the condition holds.
+RequireLine = Callable[[RecordLine, bool, str], None]
 
 
 @dataclass
@@ -87,11 +112,17 @@ class RoundChecker:
         for line in released:
             self._release(line)
         self._same_plan(event, released)
-        self._none_forgotten(event)
+        here = self._round
+        waiting = here is not None and not here.computing and bool(here.pushed or self._missed)
+        all_in = self._started and waiting
+        self._require(event, not all_in, f"all workers of round {self.number} have pushed, and it is open")
         for line in group:
             if line["kind"] == "apply":
                 self._apply(line)
-        self._halfway(event)
+        if here is not None and here.halfway == math.inf:
+            in_time = len(here.pushed) + len(self._missed)
+            if in_time and in_time >= len(here.computing):
+                here.halfway = event["t"]
 
     def _is_over(self) -> bool:
         """Have all workers of the round left, some after their push? It closes, and there are none to be released."""
@@ -116,9 +147,9 @@ class RoundChecker:
             self._missed[worker] = -1
 
     def _leave(self, worker: int) -> None:
+        for state in (self._overdue, self._missed):
+            state.pop(worker, None)
         self._members.discard(worker)
-        self._overdue.pop(worker, None)
-        self._missed.pop(worker, None)
         if self._round:
             self._round.computing.discard(worker)
 
@@ -221,18 +252,205 @@ class RoundChecker:
         each = LATEST * closed.deadline * self._fastest * self._largest
         self._require(line, 0 <= divisor <= SETTLED * self._most_members * each, f"no workers are as fast as {divisor:g}")
 
-    # After an event.
 
-    def _none_forgotten(self, event: RecordLine) -> None:
-        here = self._round
-        waiting = here is not None and not here.computing and bool(here.pushed or self._missed)
+@dataclass
+class PendingPushes:
+    """What waits for the next merge."""
+
+    workers: list[int] = field(default_factory=list)  # of all pushes
+    inside: set[int] = field(default_factory=set)  # of those, workers that are still there
+    reached: float = math.inf  # when the quorum was there
+    slack: float = math.inf  # until when the first of the pushes leaves time
+
+
+class MergeChecker:
+    """Takes the lines of one event after another."""
+
+    def __init__(self, spec: Spec, require: RequireLine) -> None:
+        self._require = require
+        self._quorum: int = spec.options["quorum"]
+        self._grace: float | str = spec.options.get("grace", "auto")
+        self._drop: float = spec.options.get("drop", math.inf)
+        self._period: int = spec.arguments[0]
+        self._active: set[int] = set()
+        self._merges = 0
+        self._anchors: dict[int, int] = {}  # merges in the values of each active worker
+        self._since: dict[int, float] = {}  # when each active worker started or pushed
+        self._pending = PendingPushes()
+
+    def take(self, group: list[RecordLine]) -> None:
+        """Take an event and all that was decided on it."""
+        event = group[0]
+        known = event.get("worker") in self._active or event["kind"] == "tick"
+        new = event if event["kind"] == "push" and known else None
+        for line in group:
+            if line["kind"] == "join":
+                self._active.add(line["worker"])
+            elif line["kind"] == "leave":
+                self._active.discard(line["worker"])
+                self._pending.inside.discard(line["worker"])
+                for state in (self._anchors, self._since):
+                    state.pop(line["worker"], None)
+            elif line["kind"] == "discard" and known:
+                staleness = self._merges - self._anchors[line["worker"]]
+                self._require(line, staleness > self._drop, f"dropped, although it is {staleness} merges old")
+                self._since[line["worker"]] = line["t"]
+                new = None
+            elif line["kind"] == "apply" and line["server"] == 0:
+                new = self._merge(line, new)
+            elif line["kind"] == "release":
+                self._release(line, new)
+        if new is not None:
+            self._add(new)
+        if known:  # no merge is left out that is due
+            every = self._active <= self._pending.inside
+            awaited = not (self._pending.workers and every)
+            self._require(event, awaited, "all active workers have pushed, and there is no merge")
+            self._require(
+                event, event["t"] < self._deadline(), f"no merge, although the grace was over at {self._deadline():g} s"
+            )
+
+    def _add(self, push: RecordLine) -> None:
+        worker, now, pending = push["worker"], push["t"], self._pending
+        staleness = self._merges - self._anchors[worker]
+        self._require(push, staleness <= self._drop, f"accepted, although it is {staleness} merges old")
+        took = (now - self._since[worker]) * min(1.0, self._period / max(push.get("count", 1), 1))
+        self._since[worker] = now
+        pending.workers.append(worker)
+        pending.inside.add(worker)
+        pending.slack = min(pending.slack, now + SLACK * took)
+        if len(set(pending.workers)) >= self._quorum:
+            pending.reached = min(pending.reached, now)
+
+    def _merge(self, line: RecordLine, new: RecordLine | None) -> RecordLine | None:
+        """An update: of what is pending, with the push that has just come or without it. That push, if it is still new."""
+        if new is not None and line["workers"] != sorted(self._pending.workers):
+            self._add(new)
+            new = None
+        pending = self._pending
+        self._require(line, line["workers"] == sorted(pending.workers), f"pending are the pushes of {pending.workers}")
+        every = self._active <= pending.inside
+        distinct = len(set(pending.workers))
         self._require(
-            event, not (waiting and self._started), f"all workers of round {self.number} have pushed, and it is open"
+            line, every or distinct >= self._quorum, f"merged with {distinct} workers, the quorum is {self._quorum}"
         )
+        self._require(
+            line, every or line["t"] >= self._deadline(), f"merged before {self._deadline():g} s without all workers"
+        )
+        self._merges += 1
+        self._pending = PendingPushes()
+        return new
 
-    def _halfway(self, event: RecordLine) -> None:
-        here = self._round
-        if here is not None and here.halfway == math.inf:
-            in_time = len(here.pushed) + len(self._missed)
-            if in_time and in_time >= len(here.computing):
-                here.halfway = event["t"]
+    def _release(self, line: RecordLine, new: RecordLine | None) -> None:
+        worker = line["worker"]
+        unmerged = worker in self._pending.inside or (new is not None and new["worker"] == worker)
+        self._require(line, not unmerged, "released although its push is not merged")
+        self._anchors[worker] = self._merges
+        self._since.setdefault(worker, line["t"])
+
+    def _deadline(self) -> float:
+        pending = self._pending
+        if isinstance(self._grace, str):
+            return max(pending.reached, pending.slack) if pending.reached < math.inf else math.inf
+        return pending.reached + self._grace
+
+
+class NeighbourRules:
+    """Follows a record line by line; `released` says what is wrong with a release."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous  #: are pairs averaged without a barrier (`adpsgd`)?
+        self.next_step: int | None = None  #: a joiner's first, once a worker was released
+        self._rows: dict[int, dict[int, RecordedRow]] = defaultdict(dict)  # step: worker: its part of the mixing matrix
+        self._pushes: dict[int, dict[int, bool]] = defaultdict(dict)  # step: worker: had it a model?
+        self._next: dict[int, int] = {}  # of the members
+        self._first: set[int] = set()  # members that were not released yet
+        self._without: set[int] = set()  # members without a model
+
+    def joined(self, worker: int, step: int) -> None:
+        self._next[worker] = step
+        self._first.add(worker)
+        if self.next_step is not None:
+            self._without.add(worker)
+
+    def left(self, worker: int) -> None:
+        self._next.pop(worker, None)
+        self._first.discard(worker)
+        self._without.discard(worker)
+
+    def pushed(self, worker: int, step: int, samples: float) -> None:
+        self._next[worker] = step + 1
+        self._pushes[step][worker] = worker not in self._without
+        if self.asynchronous and samples > 0:
+            self._without.discard(worker)
+        for old in [kept for kept in self._pushes if kept < min(self._next.values()) - 1]:
+            self._pushes.pop(old)
+            self._rows.pop(old, None)
+
+    def awaited(self, worker: int, step: int) -> list[int]:
+        """The neighbours of the step before that have not pushed it and are not gone."""
+        if self.asynchronous:
+            return []
+        before = self._rows[step - 1].get(worker, NO_ROW)
+        near = dict.fromkeys(other for other, _ in (*before["send"], *before["receive"]))
+        return [other for other in near if self._next.get(other, step) < step]
+
+    def released(self, line: RecordLine) -> str:
+        """What is wrong with a release; empty when nothing is."""
+        worker, step, row = line["worker"], line["step"], line.get("mixing", NO_ROW)
+        problem = self._wrong_pair(line, row) if self.asynchronous else self._wrong_row(line, row)
+        entering = self._enters(worker, step)
+        if not problem and line.get("enters", False) != entering:
+            problem = "it has no model yet" if entering else "it has a model"
+        if not entering:
+            self._without.discard(worker)
+        self._first.discard(worker)
+        self._rows[step][worker] = row
+        self.next_step = max(step + 1, self.next_step or 0)
+        return problem
+
+    def _enters(self, worker: int, step: int) -> bool:
+        if worker not in self._without or len(self._without) == len(self._next):
+            return False
+        if self.asynchronous or worker in self._first:
+            return True
+        before = self._rows[step - 1][worker]
+        return not any(self._pushes[step - 1].get(other, False) for other, _ in before["receive"])
+
+    def _wrong_row(self, line: RecordLine, row: RecordedRow) -> str:
+        worker, step = line["worker"], line["step"]
+        lost: list[int] = []
+        if worker not in self._first:
+            if awaited := self.awaited(worker, step):
+                return f"its neighbours {awaited} have not pushed step {step - 1}"
+            before = self._rows[step - 1][worker]
+            near = {other for other, _ in (*before["send"], *before["receive"])}
+            gone = {other for other in near if self._next.get(other, step) >= step}
+            lost = sorted(other for other in gone if other not in self._pushes[step - 1])
+        if line.get("lost", []) != lost:
+            return f"the neighbours that are gone without pushing step {step - 1} are {lost}"
+        for side in ("send", "receive"):
+            shares = [row["keep"], *(share for _, share in row[side])]
+            total = math.fsum(shares)
+            if abs(total - 1) > ROUNDING or min(shares) < -ROUNDING:
+                return f"what it keeps and what it may {side} sum to {total}, not to 1"
+        sends, receives = dict(row["send"]), dict(row["receive"])
+        for other, there in self._rows[step].items():
+            if dict(there["receive"]).get(worker) != sends.get(other) or dict(there["send"]).get(worker) != receives.get(
+                other
+            ):
+                return f"workers {worker} and {other} do not agree on what they send each other"
+        return ""
+
+    def _wrong_pair(self, line: RecordLine, row: RecordedRow) -> str:
+        worker, places = line["worker"], {member: place for place, member in enumerate(sorted(self._next))}
+        if row is NO_ROW:
+            return ""
+        if row["send"] != row["receive"] or [share for _, share in row["send"]] != [0.5] or row["keep"] != 0.5:
+            return "a pair is averaged: each keeps, sends and receives a half"
+        partner = row["send"][0][0]
+        if partner == worker or partner not in places or partner in self._without:
+            return f"worker {partner} cannot be its partner"
+        if worker in self._without:
+            return ""
+        return "" if (places[worker] % 2, places[partner] % 2) == (0, 1) else "the one that asks is not the active one"

@@ -15,9 +15,10 @@ Pure and deterministic: the same outcomes give the same advice, and of two alike
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Protocol, TypeVar
 
 from polytempo.report.table import TextTable, mode_name
 from polytempo.simulate.cluster import Cluster
@@ -26,7 +27,7 @@ from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import mean_step_time
 from polytempo.simulate.worker import Worker
 from polytempo.sync.capabilities import Caution
-from polytempo.sync.spec import compared, parse_spec
+from polytempo.sync.spec import Spec, compared
 from polytempo.units import plain_number, written_bytes, written_rate, written_seconds
 
 #: A mode is recommended from this gain in throughput on, and this number of seconds: less is not worth a change.
@@ -46,16 +47,6 @@ _MARGIN = {Caution.EXACT: 1 + WORTH, Caution.FRESH: 1.1, Caution.LOCAL: 1.25, Ca
 _MORE_LOCAL_STEPS = 1.5
 
 
-def caution_of(sync: str) -> Caution:
-    """Where a mode stands in the order of caution."""
-    return parse_spec(sync).capabilities.caution
-
-
-def price_of(outcome: Outcome) -> str:
-    """What the mode of a run may cost beside time, in a few words."""
-    return parse_spec(outcome.sync).price(outcome.staleness_mean)
-
-
 @dataclass(frozen=True)
 class Situation:
     """What of a cluster decides which modes are worth comparing."""
@@ -73,18 +64,16 @@ class Situation:
 
 def situation_of(cluster: Cluster, seed: int = 0) -> Situation:
     """Look at a cluster: the steps of its workers, and what an exchange takes."""
-    steps = {rank: _steps(cluster, rank, seed) for rank in range(cluster.workers)}
+    steps: dict[int, list[float]] = {}
+    for rank in range(cluster.workers):
+        worker = Worker(cluster, rank, seed)
+        worker.draw()
+        steps[rank] = list(worker.step_times)[-DRAWN:]
     typical = {rank: median(times) for rank, times in steps.items()}
     unequal = max(typical.values()) > UNEQUAL * min(typical.values())
     late = [sum(t - typical[rank] for t in times if t > 1.5 * typical[rank]) / sum(times) for rank, times in steps.items()]
     stalls = bool(cluster.stalls) or fmean(late) > STALLED
     return Situation(unequal, stalls, _exchange(cluster) > SLOW_LINK * median(typical.values()))
-
-
-def _steps(cluster: Cluster, rank: int, seed: int) -> list[float]:
-    worker = Worker(cluster, rank, seed)
-    worker.draw()
-    return list(worker.step_times)[-DRAWN:]
 
 
 def _exchange(cluster: Cluster) -> float:
@@ -122,18 +111,13 @@ class Advice:
     base: Outcome  #: bsp by its faster way, or the most cautious of those that were compared
     ranked: tuple[Outcome, ...]  #: the fastest first
 
-    @property
-    def gain(self) -> float:
-        """In throughput, over the base."""
-        return gain_over(self.best, self.base)
-
     def because(self) -> str:
         """The reason, in a clause or two."""
         base = self.base
         if self.best is not base:
             share = base.samples_per_second / self.best.samples_per_second
             times = f"it takes {100 * share:.0f} % of the time of {base.sync} for the same samples"
-            return f"{times}; {price_of(self.best)}"
+            return f"{times}; {_price(self.best)}"
         others = [one for one in self.ranked if one.sync != base.sync]
         safe = [one for one in others if _may_be_chosen(one)]
         if not others:
@@ -142,7 +126,7 @@ class Advice:
             return f"nothing here gains without stale gradients ({_beside(others[0], base)})"
         if gain_over(safe[0], base) < WORTH:
             return f"no mode without stale gradients is {100 * WORTH:.0f} % faster ({_beside(safe[0], base)})"
-        return f"{_beside(safe[0], base)}: not worth that {price_of(safe[0])}"
+        return f"{_beside(safe[0], base)}: not worth that {_price(safe[0])}"
 
     def beside(self) -> str:
         """Of the others that are not stale the fastest, where it is about as fast, or faster and passed over; else empty."""
@@ -153,7 +137,7 @@ class Advice:
             return f"{rest[0].sync} is within {100 * WORTH:.0f} % of it"
         if gain_over(rest[0], self.best) < 0:
             return ""
-        return f"{_beside(rest[0], self.best)}, but {price_of(rest[0])}"
+        return f"{_beside(rest[0], self.best)}, but {_price(rest[0])}"
 
 
 def _beside(one: Outcome, base: Outcome) -> str:
@@ -162,7 +146,11 @@ def _beside(one: Outcome, base: Outcome) -> str:
 
 
 def _may_be_chosen(one: Outcome) -> bool:
-    return caution_of(one.sync) < Caution.STALE
+    return one.spec.capabilities.caution < Caution.STALE
+
+
+def _price(one: Outcome) -> str:
+    return one.spec.price(one.staleness_mean)
 
 
 def gain_over(one: Outcome, base: Outcome) -> float:
@@ -170,18 +158,34 @@ def gain_over(one: Outcome, base: Outcome) -> float:
     return one.samples_per_second / base.samples_per_second - 1 if base.samples_per_second else 0.0
 
 
-def choose(rates: Mapping[str, float]) -> str:
+class Candidate(Protocol):
+    """What is known of a mode on a cluster."""
+
+    @property
+    def spec(self) -> Spec: ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def choose(candidates: Sequence[C], rate: Callable[[C], float]) -> C:
     """Choose a mode by throughput: from the most cautious on, each next one that is worth it. Of modes that all have stale
     gradients the fastest."""
-    cautions, order = {sync: caution_of(sync) for sync in rates}, compared()
-    by_caution = sorted(rates, key=lambda sync: (cautions[sync], order.index(sync) if sync in order else len(order)))
+    order = compared()
+
+    def place(one: C) -> tuple[Caution, int]:
+        sync = one.spec.text
+        return one.spec.capabilities.caution, order.index(sync) if sync in order else len(order)
+
+    by_caution = sorted(candidates, key=place)
     chosen = by_caution[0]
-    if cautions[chosen] is Caution.STALE:
-        return max(by_caution, key=lambda sync: rates[sync])
-    for sync in by_caution[1:]:
-        more = cautions[chosen] is cautions[sync] is Caution.LOCAL
-        if rates[sync] >= (_MORE_LOCAL_STEPS if more else _MARGIN[cautions[sync]]) * rates[chosen]:
-            chosen = sync
+    if chosen.spec.capabilities.caution is Caution.STALE:
+        return max(by_caution, key=rate)
+    for one in by_caution[1:]:
+        caution = one.spec.capabilities.caution
+        more = chosen.spec.capabilities.caution is caution is Caution.LOCAL
+        if rate(one) >= (_MORE_LOCAL_STEPS if more else _MARGIN[caution]) * rate(chosen):
+            chosen = one
     return chosen
 
 
@@ -190,9 +194,9 @@ def advise(outcomes: Sequence[Outcome]) -> Advice:
     fastest: dict[str, Outcome] = {}
     for one in sorted(outcomes, key=lambda one: -one.samples_per_second):
         fastest.setdefault(one.sync, one)
-    base = min(fastest, key=lambda sync: (caution_of(sync), sync != "bsp"))
-    best = choose({sync: one.samples_per_second for sync, one in fastest.items()})
-    return Advice(fastest[best], fastest[base], tuple(fastest.values()))
+    ranked = tuple(fastest.values())
+    base = min(ranked, key=lambda one: (one.spec.capabilities.caution, one.sync != "bsp"))
+    return Advice(choose(ranked, lambda one: one.samples_per_second), base, ranked)
 
 
 # In words.
@@ -271,7 +275,7 @@ def advice_table(advice: Advice, samples: float, title: str) -> TextTable:
             mode_name(one),
             plain_number(samples / one.samples_per_second) if one.samples_per_second else "-",
             f"{1 + gain_over(one, advice.base):.2f}",
-            price_of(one),
+            _price(one),
         )
         for one in advice.ranked
     ]
@@ -282,7 +286,7 @@ def advice_table(advice: Advice, samples: float, title: str) -> TextTable:
 def run_options(outcome: Outcome, cluster: Cluster) -> dict[str, str | int]:
     """The options of `polytempo run`, and of `pt.launch`, that start the recommended job."""
     options: dict[str, str | int] = {"n": cluster.workers, "sync": outcome.sync}
-    if cluster.model_bytes and parse_spec(outcome.sync).capabilities.reduces:  # else there is one way only
+    if cluster.model_bytes and outcome.spec.capabilities.reduces:  # else there is one way only
         options["via"] = "ps" if outcome.via == "ps" else "allreduce"
     if outcome.via == "ps" and cluster.servers.shards > 1:
         options["servers"] = cluster.servers.shards

@@ -7,12 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.records.lines import MAIN, RecordLine
+from polytempo.records.files import spec_of
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.outcome import Outcome, WorkerOutcome
 from polytempo.summation import in_order
 
 #: What a line of metrics has beside them; `steps`: of a pipeline.
 NO_METRIC = ("t", "kind", "worker", "optimizer", "steps")
+#: How a record writes a number that is not finite: as a text, which a script may also log.
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+#: The figures of an outcome that meta.json has by the same names.
+OF_JOB = (
+    *("seconds", "steps", "samples", "discarded", "updates", "samples_per_second", "efficiency", "waiting"),
+    *("staleness_mean", "staleness_max"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,46 +48,22 @@ class LiveRun:
 
 
 @dataclass(frozen=True)
-class RepeatedRun:
-    """Several runs under one mode; the one in the middle stands for them."""
+class RepeatedRun(LiveRun):
+    """Several runs under one mode; all else is of the one in the middle, which stands for them."""
 
-    runs: tuple[LiveRun, ...]
-    middle: LiveRun
-
-    @property
-    def outcome(self) -> Outcome:
-        """The middle one's."""
-        return self.middle.outcome
-
-    @property
-    def logged(self) -> Mapping[str, float]:
-        """The middle one's."""
-        return self.middle.logged
-
-    @property
-    def accuracy(self) -> float | None:
-        """The middle one's, at the end."""
-        return self.middle.accuracy
-
-    @property
-    def curve(self) -> tuple[tuple[float, float], ...]:
-        """The middle one's."""
-        return self.middle.curve
-
-    def time_to(self, target: float) -> float | None:
-        """The middle one's."""
-        return self.middle.time_to(target)
+    runs: tuple[LiveRun, ...] = ()
 
 
 def repeated(runs: Sequence[LiveRun], target: float) -> RepeatedRun:
     """Runs under one mode, by the time to a target, else by what they reached, else by the time that they took: half of them
     take at most as long as the middle one."""
-    ordered = sorted(runs, key=lambda run: (_or_never(run.time_to(target)), -(run.accuracy or 0.0), run.outcome.seconds))
-    return RepeatedRun(tuple(runs), ordered[(len(ordered) - 1) // 2])
 
+    def place(run: LiveRun) -> tuple[float, float, float]:
+        time = run.time_to(target)
+        return math.inf if time is None else time, -(run.accuracy or 0.0), run.outcome.seconds
 
-def _or_never(time: float | None) -> float:
-    return math.inf if time is None else time
+    middle = sorted(runs, key=place)[(len(runs) - 1) // 2]
+    return RepeatedRun(middle.outcome, middle.curve, middle.logged, middle.diverged, tuple(runs))
 
 
 def live_run(lines: Iterable[RecordLine], meta: dict[str, Any], metric: str = "accuracy") -> LiveRun:
@@ -93,7 +77,11 @@ def live_run(lines: Iterable[RecordLine], meta: dict[str, Any], metric: str = "a
             start = line["t"] if start is None else start
             lead = max(lead, line["step"] - line["slowest"])
         elif line["kind"] == "metric":
-            values = {name: value for name, value in line.items() if name not in NO_METRIC and _is_number(value)}
+            values = {
+                name: value
+                for name, value in line.items()
+                if name not in NO_METRIC and (isinstance(value, int | float) or value in NOT_FINITE)
+            }
             logged |= {name: float(value) for name, value in values.items()}
             if metric in values:
                 points.append((line["t"], float(values[metric])))
@@ -102,32 +90,17 @@ def live_run(lines: Iterable[RecordLine], meta: dict[str, Any], metric: str = "a
     return LiveRun(_outcome(meta, lead), curve, logged, meta.get("diverged", {}))
 
 
-def _is_number(value: object) -> bool:
-    """Is it a number, and not a text that a script logged? What is not finite is a text in a record, too."""
-    return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
-
-
 def _outcome(meta: dict[str, Any], lead: int) -> Outcome:
     job = meta["job"]
-    sync = job.get("optimizers", {}).get(MAIN, meta["spec"])  # with what it left to the script's optimizer
     workers = tuple(
         WorkerOutcome(**{name: worker[name] for name in WorkerOutcome.__dataclass_fields__}) for worker in meta["workers"]
     )
     present = in_order(worker.present_s for worker in workers) or 1.0
     return Outcome(
-        sync=sync,
+        sync=spec_of(meta).text,
         via=meta.get("options", {}).get("via", "ps"),
-        seconds=job["seconds"],
-        steps=job["steps"],
-        samples=job["samples"],
-        discarded=job["discarded"],
-        updates=job["updates"],
-        samples_per_second=job["samples_per_second"],
-        efficiency=job["efficiency"],
-        waiting=job["waiting"],
         communicating=in_order(worker.communicating_s for worker in workers) / present,
-        staleness_mean=job["staleness_mean"],
-        staleness_max=job["staleness_max"],
         max_lead=lead,
         workers=workers,
+        **{name: job[name] for name in OF_JOB},
     )

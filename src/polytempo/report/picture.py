@@ -1,8 +1,14 @@
-"""Outcomes as pictures. Needs matplotlib (the extra `plots`); draws without a screen."""
+"""Outcomes and pipelines as pictures. Needs matplotlib (the extra `plots`); draws without a screen.
+
+A pipeline has one row for each replica of a stage, one bar for each action, time to the right: from the lines of a timeline
+(`Timeline.as_lines()`) or of a run (`read_traces()`). Forwards are dark, backwards light, deferred weight gradients a little
+darker, updates black and waiting grey with stripes: they can be distinguished by colour-blind readers and in print.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,7 +119,11 @@ def draw_scaling(series: Sequence[Series], path: Path, title: str) -> None:
 def _draw_shares(axes: Any, outcomes: Sequence[Outcome], names: list[str]) -> None:
     left = [0.0] * len(outcomes)
     for name, colour in SHARES:
-        values = [_share(outcome, name) for outcome in outcomes]
+        values = []
+        for o in outcomes:
+            lost = 1 - o.efficiency - o.waiting - o.communicating
+            parts = {"computing": o.efficiency, "sending": o.communicating, "waiting": o.waiting, "wasted": lost}
+            values.append(100 * max(parts[name], 0.0))
         if any(value > 0.5 for value in values):
             axes.barh(names, values, left=left, color=colour, label=name)
         left = [start + value for start, value in zip(left, values, strict=True)]
@@ -122,19 +132,12 @@ def _draw_shares(axes: Any, outcomes: Sequence[Outcome], names: list[str]) -> No
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, columnspacing=1, handlelength=1)
 
 
-def _share(outcome: Outcome, name: str) -> float:
-    lost = 1 - outcome.efficiency - outcome.waiting - outcome.communicating
-    shares = {"computing": outcome.efficiency, "sending": outcome.communicating, "waiting": outcome.waiting, "wasted": lost}
-    return 100 * max(shares[name], 0.0)
-
-
 def _figure(title: str, height: float, names: Sequence[str] = ()) -> Any:
-    """An empty picture with room below for a legend of these names."""
     from matplotlib.figure import Figure
 
     rows = -(-len(names) // _columns(names)) if names else 0
     figure = Figure(figsize=(WIDTH, height + LEGEND_LINE * rows), layout="constrained")
-    figure.suptitle(drawable(title))
+    figure.suptitle(title.encode("utf-8", "backslashreplace").decode("utf-8"))  # a name of a file may have surrogates
     return figure
 
 
@@ -148,13 +151,147 @@ def _columns(names: Sequence[str]) -> int:
     return max(1, min(len(names), int(WIDTH / (LETTER * max(map(len, names)) + SAMPLE))))
 
 
-def drawable(text: str) -> str:
-    """Text without surrogates, which matplotlib cannot draw: a name of a file may have some."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def _save(figure: Any, path: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+# Pipelines.
+
+Row = tuple[int, int]
+Between = tuple[float, float]
+
+
+class Bar(NamedTuple):
+    """An action of one row; `label` is the microbatch's number, empty for an update."""
+
+    row: Row
+    kind: str
+    label: str
+    start: float
+    end: float
+
+
+class PictureStyle(NamedTuple):
+    """How a kind of action is drawn."""
+
+    name: str
+    fill: str
+    text: str
+
+
+#: From Okabe and Ito's colours, a dark one and a light one; the rest is black.
+LOOKS = {
+    "F": PictureStyle("forward", "#0072B2", "#FFFFFF"),
+    "B": PictureStyle("backward", "#F0C75E", "#000000"),
+    "W": PictureStyle("weight gradients (deferred)", "#D98E04", "#000000"),
+    "U": PictureStyle("update", "#000000", "#FFFFFF"),
+}
+WAITING = "#EEEEEE"
+STRIPES = "#BBBBBB"
+
+#: Inches: of the axes (about), of one digit; bars that are too narrow for their number have none.
+INNER, DIGIT = 10.2, 0.07
+
+
+def bars_of(lines: Iterable[Mapping[str, Any]]) -> list[Bar]:
+    """Lines of a timeline or of a run; the first action starts at 0."""
+    bars = []
+    for line in lines:  # a timeline has `action`, a run has `kind` and `microbatch`
+        missing = {"stage", "replica", "start", "end"} - line.keys()
+        word = str(line.get("action") or f"{line.get('kind', '')}{line.get('microbatch', '')}")
+        kind, number = word[:1], word[1:]
+        if missing or kind not in LOOKS:
+            wrong = (
+                f"one without {', '.join(sorted(missing))}" if missing else f"the action {word!r}, which is not F, B, W or U"
+            )
+            raise UsageError(f"expected lines of Timeline.as_lines() or of read_traces(), got {wrong}")
+        label, row = "" if kind == "U" else number, (line["stage"], line["replica"])
+        bars.append(Bar(row, kind, label, float(line["start"]), float(line["end"])))
+    if not bars:
+        raise UsageError("expected an action or more to draw, got none; let the pipeline make a step first")
+    begin = min(bar.start for bar in bars)
+    return [bar._replace(start=bar.start - begin, end=bar.end - begin) for bar in bars]
+
+
+def clipped(bars: Sequence[Bar], between: Between) -> list[Bar]:
+    """The part between two times, of which the first becomes 0."""
+    begin, end = between
+    inside = [bar for bar in bars if bar.start < end and bar.end > begin]
+    if not begin < end or not inside:
+        last = max(bar.end for bar in bars)
+        raise UsageError(
+            f"expected two moments with actions between them, from 0 to {plain_number(last)}; got {begin:g} and {end:g}"
+        )
+    return [bar._replace(start=max(bar.start, begin) - begin, end=min(bar.end, end) - begin) for bar in inside]
+
+
+def last_updates(lines: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The lines of a run that belong to the last `count` updates of each replica of a stage."""
+    rows: dict[Row, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        rows.setdefault((line["stage"], line["replica"]), []).append(line)
+    found: list[Mapping[str, Any]] = []
+    for mine in rows.values():
+        ends = [index for index, line in enumerate(mine) if line["kind"] == "U"]
+        found += mine[ends[-count - 1] + 1 :] if len(ends) > count else mine
+    return found
+
+
+def bubble_of(bars: Sequence[Bar], total: float, rows: int) -> float:
+    """The share of the time from 0 to `total` in which a row is idle, on average over the rows."""
+    busy = math.fsum(bar.end - bar.start for bar in bars)
+    return max(0.0, 1.0 - busy / (total * rows)) if total else 0.0
+
+
+def draw_pipeline(lines: Iterable[Mapping[str, Any]], path: Path, title: str, between: Between | None = None) -> float:
+    """Draw what each stage did when, all of it or what lies between two moments (seconds from the first action); the
+    bubble, which is also in the title."""
+    check_picture(path)
+    bars = bars_of(lines)
+    rows = sorted({bar.row for bar in bars})
+    bars = clipped(bars, between) if between else bars
+    total = between[1] - between[0] if between else max(bar.end for bar in bars)
+    bubble = bubble_of(bars, total, len(rows))
+    shown = f"{1000 * total:.0f} ms" if total < 1 else f"{plain_number(total, 3)} s"
+    figure = _figure(f"{title} ({shown}, bubble {100 * bubble:.0f} %)", 1.5 + 0.42 * len(rows))
+    axes = figure.subplots()
+    _draw_bars(axes, rows, bars, total)
+    _dress(axes, rows, total)
+    _save(figure, path)
+    return bubble
+
+
+def _draw_bars(axes: Any, rows: Sequence[Row], bars: Sequence[Bar], total: float) -> None:
+    place = {row: number for number, row in enumerate(rows)}
+    waiting = {"height": 0.84, "color": WAITING, "edgecolor": STRIPES, "hatch": "////", "linewidth": 0}
+    axes.barh(range(len(rows)), [total] * len(rows), label="waiting", zorder=1, **waiting)
+    for kind, look in LOOKS.items():
+        mine = [bar for bar in bars if bar.kind == kind]
+        if kind == "W" and not mine:
+            continue
+        starts, widths = [bar.start for bar in mine], [bar.end - bar.start for bar in mine]
+        edge = {"height": 0.84, "edgecolor": "#FFFFFF" if kind != "U" else look.fill, "linewidth": 0.6, "zorder": 2}
+        axes.barh([place[bar.row] for bar in mine], widths, left=starts, color=look.fill, label=look.name, **edge)
+    for bar in bars:
+        if (bar.end - bar.start) / total * INNER > DIGIT * (len(bar.label) + 0.3):
+            middle = {"ha": "center", "va": "center", "fontsize": 8, "zorder": 3, "clip_on": True}
+            axes.text((bar.start + bar.end) / 2, place[bar.row], bar.label, color=LOOKS[bar.kind].text, **middle)
+
+
+def _dress(axes: Any, rows: Sequence[Row], total: float) -> None:
+    shared = {stage for stage, replica in rows if replica}
+    axes.set_yticks(range(len(rows)), [f"stage {s}.{r}" if s in shared else f"stage {s}" for s, r in rows])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, total)
+    axes.set_xlabel("seconds")
+    handles, names = axes.get_legend_handles_labels()
+    order = sorted(
+        range(len(names)), key=lambda index: [*(look.name for look in LOOKS.values()), "waiting"].index(names[index])
+    )
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 5, "frameon": False}
+    axes.legend([handles[index] for index in order], [names[index] for index in order], **place)
+    axes.spines["left"].set_visible(False)

@@ -3,7 +3,7 @@
 A step takes as long as it took of its worker's own time (in records without these figures from its release to the arrival of
 its push); steps beyond the recorded ones repeat them. An exchange takes what it took on average, as a latency to and from
 the servers. The fixed time of a step is fitted where the steps of the record differ in their samples
-(`records/step_cost.py`), and `fixed_times` is empty where they do not. Where samples were dealt out by speed, steps are
+(`records/step_figures.py`), and `fixed_times` is empty where they do not. Where samples were dealt out by speed, steps are
 those of an even share of the joint batch, at each worker's own pace.
 """
 
@@ -14,9 +14,8 @@ from statistics import fmean, median
 
 from polytempo.errors import RecordError
 from polytempo.records.lines import MAIN, RecordLine, of_optimizer
-from polytempo.records.paces import LEAST_STEPS
-from polytempo.records.step_cost import WARM_UP, StepCost, step_costs
-from polytempo.records.step_figures import StepFigures, figures_of
+from polytempo.records.step_figures import WARM_UP, StepCost, StepFigures, figures_of, step_costs
+from polytempo.records.stragglers import LEAST_STEPS
 from polytempo.simulate.cluster import Cluster, Link
 from polytempo.simulate.durations import Trace
 
@@ -77,9 +76,7 @@ def _step_times(pushes: list[StepFigures], batch: int, cost: StepCost | None, de
         if dealt and not one.samples:
             stuck += one.elapsed
             continue
-        count = max(
-            one.steps, 1
-        )  # micro-batches of one step; or local steps in a block, which are taken to be of one length
+        count = max(one.steps, 1)  # micro-batches of one step; or local steps in a block, taken to be of one length
         own, size = one.computed or one.elapsed, one.samples / count
         if dealt and one.elapsed:
             own = min(own, one.elapsed)  # one that was finished late began before

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from polytempo.errors import SpecError
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.run import simulate_job
-from polytempo.sync.spec import Spec, parse_spec
-
-
-def _fits(spec: Spec, workers: int) -> bool:
-    """Does the mode take a job of this size?"""
-    try:
-        spec.policy(workers)
-    except SpecError:
-        return False
-    return True
+from polytempo.sync.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -38,14 +28,10 @@ class Series:
     name: str
     points: tuple[Point, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def scaling(
     cluster: Cluster,
-    sync: str = "bsp",
+    spec: Spec,
     *,
     most: int = 64,
     shards: Sequence[int] = (1, 2, 4, 8),
@@ -64,12 +50,17 @@ def scaling(
     )
     ways = [(f"{count} shard{'s' * (count > 1)}", "ps", count) for count in shards]
     ways += [(name, name, 1) for name in rings]
+    sizes = []
+    for workers in range(1, most + 1):
+        with suppress(SpecError):  # the mode does not take a job of this size
+            spec.policy(workers)
+            sizes.append(workers)
     series = []
     for number, (name, via, count) in enumerate(ways):
         points = []
-        for workers in filter(partial(_fits, parse_spec(sync)), range(1, most + 1)):
+        for workers in sizes:
             job = replace(even, workers=workers, servers=replace(even.servers, shards=count))
-            run = simulate_job(job, sync, via=via, steps_each=steps_each, seed=seed)
+            run = simulate_job(job, spec.text, via=via, steps_each=steps_each, seed=seed)
             points.append(Point(workers, run.samples_per_second, run.efficiency))
             if progress:
                 progress((number + workers / most) / len(ways))

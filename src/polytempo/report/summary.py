@@ -8,6 +8,9 @@ from typing import Any
 from polytempo.errors import counted
 from polytempo.units import plain_number
 
+#: Of the workers' time, and the figure that holds it.
+SHARES = {"computing": "computing", "waiting": "waiting", "sending": "communicating"}
+
 
 def percentages(parts: Mapping[str, float]) -> dict[str, int]:
     """Shares of a whole in percent, as whole numbers that add up to 100; what the parts leave over is "other".
@@ -26,9 +29,6 @@ def percentages(parts: Mapping[str, float]) -> dict[str, int]:
     return whole
 
 
-# The last line of a job.
-
-
 def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int, seconds: float) -> str:
     """What a job did.
 
@@ -44,11 +44,13 @@ def summary_line(sync: str, figures: Mapping[str, Any], finished: int, size: int
     divergence = divergence_in_words(figures.get("diverged", {}))
     if not figures.get("steps"):
         return f"{who} finished after {seconds:.1f} s{f'; {divergence}' if divergence else ''}"
+    percent = percentages({name: figures[key] for name, key in SHARES.items()})
+    shares = ", ".join(f"{name} {share} %" for name, share in percent.items())
     parts = [
         *([divergence] if divergence else []),
         _steps(figures),
         _rate(figures),
-        f"of the workers' time {_shares(figures)}",
+        f"of the workers' time {shares}",
     ]
     if figures["staleness_max"]:
         mean, most = plain_number(figures["staleness_mean"]), counted(figures["staleness_max"], "update")
@@ -87,12 +89,3 @@ def _rate(figures: Mapping[str, Any]) -> str:
         return f"{plain_number(figures['samples_per_second'])} samples/s"
     together = " together" if sum(1 for worker in figures["workers"] if worker["steps"]) > 1 else ""
     return f"{plain_number(figures['steps'] / figures['seconds'] if figures['seconds'] else 0.0)} steps/s{together}"
-
-
-def _shares(figures: Mapping[str, Any]) -> str:
-    parts = {name: figures[key] for name, key in SHARES.items()}
-    return ", ".join(f"{name} {share} %" for name, share in percentages(parts).items())
-
-
-#: Of the workers' time, and the figure that holds it.
-SHARES = {"computing": "computing", "waiting": "waiting", "sending": "communicating"}

@@ -1,15 +1,34 @@
-"""Outcomes side by side, as rows of text for a terminal or a Markdown file."""
+"""Outcomes side by side, as rows of text for a terminal or a Markdown file, and what follows from them in a sentence.
+
+Does a mode end at the accuracy of bsp? A mode that is fast and does not learn as well is not faster. A mode falls short
+where its end lies below that of bsp by more than a point, and by more than twice the standard error of their difference.
+What chance does is seen among the runs of a mode, where there are several; of a single run among the looks at its end, from
+one to the next: there a curve that still rises counts as one that may yet arrive.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
 from typing import Protocol
 
 from polytempo.report.live import LiveRun, RepeatedRun
 from polytempo.report.scaling import Series
 from polytempo.simulate.outcome import Outcome
 from polytempo.units import plain_number
+
+#: A difference of this share is none.
+POINT = 0.01
+#: Standard errors of a difference that chance does not make.
+SURE = 2.0
+#: The end of a run: this share of its looks, and at least this number.
+LAST, LEAST = 0.25, 3
+
+#: What was seen in a run, look by look; at least once.
+Looks = Sequence[float]
 
 
 class Trained(Protocol):
@@ -51,7 +70,8 @@ class TextTable:
 
     def text(self, width: int) -> str:
         """For a terminal of `width` columns; table columns that do not fit are left out, the last first, with a note."""
-        columns = [[*_two_lines(head), *cells] for head, *cells in zip(self.heads, *self.rows, strict=True)]
+        heads = [head.rpartition("\n")[::2] for head in self.heads]
+        columns = [[*lines, *cells] for lines, *cells in zip(heads, *self.rows, strict=True)]
         wide = [max(map(len, column)) for column in columns]
         fit = len(wide)
         while fit > 2 and sum(wide[:fit]) + 2 * (fit - 1) > width:
@@ -66,11 +86,6 @@ class TextTable:
         left_out = [head.replace("\n", " ").strip() for head in self.heads[fit:]]
         more = [f"(a wider terminal, or --json, also has: {', '.join(left_out)})"] if left_out else []
         return "\n".join([self.title, "", *(line.rstrip() for line in lines), *more])
-
-
-def _two_lines(head: str) -> tuple[str, str]:
-    first, _, second = head.rpartition("\n")
-    return first, second
 
 
 def percent(share: float) -> str:
@@ -122,24 +137,19 @@ def trained_comparison(runs: Sequence[Trained], target: float, title: str, metri
     return TextTable(title, heads, rows)
 
 
-def speed_comparison(runs: Sequence[LiveRun | RepeatedRun], title: str) -> TextTable:
+def speed_comparison(runs: Sequence[LiveRun], title: str) -> TextTable:
     """Timing of runs that did not log the metric, and what they logged last."""
     timing = comparison([run.outcome for run in runs], title)
     names = sorted({name for run in runs for name in run.logged})
     heads = (timing.heads[0], "steps", *timing.heads[1:], *(f"last\n{name}" for name in names))
     rows = tuple(
-        (row[0], f"{run.outcome.steps}", *row[1:], *(_last(run, name) for name in names))
+        (row[0], f"{run.outcome.steps}", *row[1:], *(plain_number(run.logged[n]) if n in run.logged else "-" for n in names))
         for row, run in zip(timing.rows, runs, strict=True)
     )
     return TextTable(title, heads, rows)
 
 
-def _last(run: LiveRun | RepeatedRun, name: str) -> str:
-    return plain_number(run.logged[name]) if name in run.logged else "-"
-
-
 def _time_to(run: Trained, target: float) -> str:
-    """A time, and where there were several runs, between which two they lay."""
     if not run.curve:
         return "-"
     time = run.time_to(target)
@@ -164,14 +174,10 @@ def scaling_table(series: Sequence[Series], title: str) -> TextTable:
     last = max(known[0])
     sizes = sorted(n for n in {1, 2, 4, 8, 16, 32, 64, 128, last} if n in known[0])
     rows = tuple(
-        (one.name, *(_cell(points[n].samples_per_second, points[n].efficiency) for n in sizes))
+        (one.name, *(f"{plain_number(points[n].samples_per_second)} ({100 * points[n].efficiency:.0f} %)" for n in sizes))
         for one, points in zip(series, known, strict=True)
     )
     return TextTable(title, ("samples/s\n(efficiency)", *(f"n = {n}" for n in sizes)), rows)
-
-
-def _cell(throughput: float, efficiency: float) -> str:
-    return f"{plain_number(throughput)} ({100 * efficiency:.0f} %)"
 
 
 def verdict(runs: Sequence[Trained], target: float) -> str:
@@ -184,13 +190,12 @@ def verdict(runs: Sequence[Trained], target: float) -> str:
         return f"none reaches {100 * target:g} %; the best, {mode_name(best.outcome)}, {ends}"
     first, name = there[0]
     others = [f"{other} takes {time / first:.2f}x as long" for time, other in there[1:]]
-    missed = [_missed(run) for run in runs if run.time_to(target) is None]
+    missed = []
+    for run in runs:
+        if run.time_to(target) is None:
+            name_of, end = mode_name(run.outcome), _seconds(run.outcome.seconds)
+            missed.append(f"{name_of} does not by {end} s" if run.curve else f"of {name_of} nothing was logged")
     return "; ".join([f"{name} reaches {100 * target:g} % first, after {_seconds(first)} s", *others, *missed])
-
-
-def _missed(run: Trained) -> str:
-    name = mode_name(run.outcome)
-    return f"{name} does not by {_seconds(run.outcome.seconds)} s" if run.curve else f"of {name} nothing was logged"
 
 
 def speed_verdict(outcomes: Sequence[Outcome]) -> str:
@@ -205,3 +210,39 @@ def speed_verdict(outcomes: Sequence[Outcome]) -> str:
         if other.samples_per_second
     ]
     return "; ".join([f"{mode_name(first)} is the fastest, with {plain_number(first.samples_per_second)} {what}/s", *slower])
+
+
+def falls_short(runs: Sequence[Looks], of: Sequence[Looks]) -> bool:
+    """Do the runs of one mode end below those of another?"""
+    gap = fmean(looks[-1] for looks in of) - fmean(looks[-1] for looks in runs)
+    error = math.sqrt(_variance(runs) / len(runs) + _variance(of) / len(of))
+    return not gap <= max(POINT, SURE * error)  # what is not a number has not arrived
+
+
+def _variance(runs: Sequence[Looks]) -> float:
+    if len(runs) > 1:
+        return stdev(looks[-1] for looks in runs) ** 2
+    last = runs[0][-max(LEAST, round(LAST * len(runs[0]))) :]
+    changes = [(after - before) ** 2 for before, after in pairwise(last)]
+    return fmean(changes) / 2 if changes else 0.0
+
+
+def short_of_bsp(runs: Sequence[Trained], metric: str = "accuracy") -> str:
+    """The modes that do not end at the accuracy of bsp, in a line; empty where there are none, or no bsp."""
+    seen = [(run, looks) for run in runs if (looks := _looks_of(run))]
+    base = next((looks for run, looks in seen if run.outcome.sync == "bsp"), None)
+    if base is None or not all(math.isfinite(looks[-1]) for looks in base):
+        return ""
+    short = [f"{mode_name(run.outcome)} ({_end(looks)} %)" for run, looks in seen if falls_short(looks, base)]
+    if not short:
+        return ""
+    return f"below the {metric} of bsp ({_end(base)} %) by more than a point and more than it varies: {', '.join(short)}"
+
+
+def _looks_of(run: Trained) -> list[Looks]:
+    curves = [one.curve for one in run.runs] if isinstance(run, RepeatedRun) else [run.curve]
+    return [[value for _, value in curve] for curve in curves if curve]
+
+
+def _end(runs: Sequence[Looks]) -> str:
+    return percent(fmean(looks[-1] for looks in runs))

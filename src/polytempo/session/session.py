@@ -32,8 +32,8 @@ from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.device.device import Devices
 from polytempo.errors import JobEnded, PeerError, UsageError, trained_alone
-from polytempo.launcher.emulation import Emulation, emulation_for
 from polytempo.launcher.job_facts import (
+    Emulation,
     JobFacts,
     Way,
     claim,
@@ -159,7 +159,7 @@ class Session:
     @property
     def emulation(self) -> Emulation:
         """The emulated slow-down of this worker, a new object for each optimizer."""
-        return emulation_for(self.rank, self.job.slow, self.job.hiccup, self.job.seed)
+        return self.job.emulation(self.rank)
 
     def next_optimizer_id(self) -> str:
         """The name of the next optimizer."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import platform
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.worker import Worker
 from polytempo.summation import in_order
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.version import VERSION
 
 
@@ -109,6 +110,11 @@ class Outcome:
     max_lead: int
     workers: tuple[WorkerOutcome, ...]
 
+    @cached_property
+    def spec(self) -> Spec:
+        """The mode, parsed."""
+        return parse_spec(self.sync)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
@@ -161,7 +167,7 @@ def meta_of(outcome: Outcome, cluster: Cluster, seed: int) -> dict[str, Any]:
     """What the contract asks of meta.json, for a run in virtual time."""
     result = outcome.as_dict()
     workers = result.pop("workers")
-    fragments = parse_spec(outcome.sync).fragments
+    fragments = outcome.spec.fragments
     if fragments > 1:  # each has lines of its own, as in a live job
         result["optimizers"] = {str(fragment): outcome.sync for fragment in range(fragments)}
     return {
