@@ -23,7 +23,7 @@ from typing import Any
 from small_jobs import ALIVE, AWAITED, AWAY, DEAD, NO_MODEL, Doing, Interned, Job, Move, World, in_flight, replaced
 
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.events import Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Joined, Left, Measured, Pushed, Ticked
 from polytempo.sync.machine import (
     Abandon,
     AddStep,
@@ -290,12 +290,13 @@ class Driver:
         self._change(rank, up=tuple(rest))
         self.pending.append((part, rank, step))
         loss = 1.0 if self.brings == "values" else None
-        about: tuple[Any, ...] = (1 if self.brings == "gradient" else count, (), count, loss, loss)
+        samples, measured = 1 if self.brings == "gradient" else count, Measured(loss, loss)
         if self.brings == "share":
-            about = (1, (), 1, None, None, 1.0, seconds, None if self.micro else (0, step))
+            samples, count = 1, 1
+            measured = Measured(None, None, 1.0, seconds, None if self.micro else (0, step))
         elif self.brings == "batches":
-            about = (count, (), count, None, None, float(count), seconds)
-        self._decide(part, Pushed, (rank, step, *about), version)
+            measured = Measured(None, None, float(count), seconds)
+        self._decide(part, Pushed, (rank, step, samples, (), count, measured), version)
 
     def _tick(self) -> None:
         self.wakes = tuple(at for at in self.wakes if at > self.now)

@@ -246,8 +246,8 @@ def keeps_old_shares(self: ShareMachine, event: Any, now: float, part: int = 0) 
 
 
 def pushes_what_is_late(self: DeadlineMachine, seconds: float, now: float) -> Any:
-    self._late, self._keeps = False, True
-    self._finished += 1
+    self.late, self._keeps = False, True
+    self.finished += 1
     return DEADLINE_COMPUTED(self, seconds, now)
 
 

@@ -57,10 +57,6 @@ class RoundExchange(ABC):
         return True
 
     @abstractmethod
-    def first(self) -> RoundOutcome:
-        """The round with which this worker starts, as it heard when it registered; there is nothing to install."""
-
-    @abstractmethod
     def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
         """The two flat buffers in which sums of gradients are made, in turn."""
 

@@ -36,9 +36,6 @@ class ServerRounds(RoundExchange):
         self._access = threading.Lock()  # one thread writes them, another reads
         reducer.taker.install = self._keep
 
-    def first(self) -> RoundOutcome:
-        return self._outcome()
-
     def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
         return self._buffers
 
@@ -54,11 +51,8 @@ class ServerRounds(RoundExchange):
             if not self._wait.for_release(reducer.client_state, reducer.step + 1, lambda: self.given_up):
                 raise JobEnded("this worker has left its job")
             reducer.answered()
-        return self._outcome()
-
-    def _outcome(self) -> RoundOutcome:
-        answer = self._server_reducer.client_state.answer
-        return RoundOutcome(self._server_reducer.step, deadline_of(self._server_reducer), answer.closed, answer.version)
+        answer = reducer.client_state.answer
+        return RoundOutcome(reducer.step, deadline_of(reducer), answer.closed, answer.version)
 
     def _keep(self, parts: dict[int, list[Bytes]]) -> None:
         """Values of an answer, copied: their memory is received into again."""

@@ -50,8 +50,11 @@ from polytempo.sync.machine import (
     GO,
     NO_ORDERS,
     AllArrived,
+    BudgetUsed,
     Computed,
     Dropped,
+    EndBlock,
+    Fetched,
     GoHome,
     Leaving,
     Orders,
@@ -207,8 +210,10 @@ class DeadlineMachine(WorkerMachine):
 
     One that is not done at the deadline is finished beside the push, which the communication thread makes with what was
     done before; and beside the pushes without anything of further rounds that end meanwhile. Then it is abandoned, or kept
-    for the worker's next push; and the worker goes on with what is left of the round that is open. The deadline is counted
-    from the moment at which the worker hears of the round.
+    for the worker's next push, unless the budget is used up; and the worker goes on with what is left of the round that is
+    open. The deadline is counted from the moment at which the worker hears of the round.
+
+    A micro-batch that the script begins once it has taken newer values (`Fetched`) is not late, whenever it was ordered.
     """
 
     brings = "batches"
@@ -216,13 +221,14 @@ class DeadlineMachine(WorkerMachine):
     def __init__(self, micro: int = MICRO, keeps: bool = False, last: float = math.inf) -> None:
         super().__init__(last)
         self.in_round = False  #: does the round that is open still want its push?
+        self.seconds = 0.0  #: of the round; 0: it has no deadline
         self.ends_at = math.inf  #: the deadline of that round
+        self.finished = 0  #: micro-batches for the next push
+        self.late = False  #: is the micro-batch that it computes of a round that has ended?
         self.pace = Pace()
         self.micro = micro
         self._keeps = keeps  # a micro-batch that is late
-        self._seconds = self._opened = 0.0  # of the round: its length, and when this worker heard of it
-        self._finished = 0  # micro-batches for the next push
-        self._late = False  # is the micro-batch that it computes of a round that has ended?
+        self._opened = 0.0  # when this worker heard of the round
         self._dropped = False
 
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
@@ -232,8 +238,15 @@ class DeadlineMachine(WorkerMachine):
             case Release():
                 return self._released(event, now)
             case TimeUp(step) if self.in_round and step == self.step:
-                self._late = self._late or self.computes
+                self.late = self.late or self.computes
                 return (self._push(beside=self.computes),)
+            case EndBlock() if self.in_round:
+                self.computes = self.late = False
+                return (self._push(beside=False),)
+            case Fetched():
+                self.late = False
+            case BudgetUsed():
+                self._keeps = False
             case AllArrived():
                 return (GoHome(),)
             case Dropped():
@@ -254,17 +267,17 @@ class DeadlineMachine(WorkerMachine):
             return NO_ORDERS if self.computes else FINISHED
         if self.step > self.allowed:
             return NO_ORDERS
-        self._seconds = release.directive.seconds if isinstance(release.directive, NextDeadline) else 0.0
+        self.seconds = release.directive.seconds if isinstance(release.directive, NextDeadline) else 0.0
         self._opened, self.in_round = now, True
-        self.ends_at = now + latest(self._seconds) if self._seconds else math.inf
+        self.ends_at = now + latest(self.seconds) if self.seconds else math.inf
         return NO_ORDERS if self.computes else self._work(now)
 
     def _computed(self, seconds: float, now: float) -> Orders:
         self.computes = False
         self.pace.add(seconds)
-        late, self._late = self._late, False
+        late, self.late = self.late, False
         if not late or self._keeps:
-            self._finished += 1
+            self.finished += 1
         orders: Orders = (ABANDON,) if late and not self._keeps else NO_ORDERS
         if late and self.leaving:
             return orders
@@ -274,19 +287,19 @@ class DeadlineMachine(WorkerMachine):
 
     def _work(self, now: float) -> Orders:
         """Compute another micro-batch, if one fits. One that takes longer than a whole round is begun at its start."""
-        if not self._seconds:
-            goes_on = self._finished < self.micro
+        if not self.seconds:
+            goes_on = self.finished < self.micro
         else:
             elapsed, pace, whole = now - self._opened, self.pace.seconds, self.ends_at - self._opened
-            goes_on = fits(elapsed, pace, self._seconds) or (not self._finished and pace > whole)
+            goes_on = fits(elapsed, pace, self.seconds) or (not self.finished and pace > whole)
         if not goes_on:
             return (self._push(beside=False),)
         self.computes = True
         return GO
 
     def _push(self, beside: bool) -> SendPush:
-        push = SendPush(self.step, self._finished, beside=beside)
-        self.step, self._finished, self.in_round = self.step + 1, 0, False
+        push = SendPush(self.step, self.finished, beside=beside)
+        self.step, self.finished, self.in_round = self.step + 1, 0, False
         return push
 
 

@@ -76,6 +76,11 @@ class EndBlock:
 
 
 @dataclass(slots=True)
+class BudgetUsed:
+    """All that the job was to make is made: a worker may go on, but it keeps nothing for a later push."""
+
+
+@dataclass(slots=True)
 class Leaving:
     """No further step is to be made."""
 
@@ -121,6 +126,7 @@ WorkerEvent = (
     | Asked
     | AllArrived
     | EndBlock
+    | BudgetUsed
     | Leaving
     | Requested
     | Replied

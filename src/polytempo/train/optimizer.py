@@ -635,7 +635,7 @@ def _make_update(
         return GossipUpdate(wrapped, reducer, machine, gossip.overlap)
     if isinstance(reducer, ServerReducer | PeerReducer) and spec.anytime is not None:
         rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
-        return DeadlineUpdate(reducer.session, wrapped, rounds, spec, beside(reducer.name) == MAIN)
+        return DeadlineUpdate(machine_for(spec, reducer), rounds, wrapped, beside(reducer.name) == MAIN)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, machine_for(spec, reducer), reducer.mean)
     if spec.local is not None:

@@ -90,9 +90,6 @@ class PeerRounds(RoundExchange):
     def has_room(self) -> bool:
         return len(self._pending) < KEPT
 
-    def first(self) -> RoundOutcome:
-        return RoundOutcome(self.reducer.step, deadline_of(self.reducer), None)
-
     def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
         return self.reducer.new_buffer(), self.reducer.new_buffer()
 

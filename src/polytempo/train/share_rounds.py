@@ -32,7 +32,7 @@ NARROW = (torch.float16, torch.bfloat16)
 DIFFER = "hyper-parameters differ"
 
 
-class GradientSum:
+class MicroBatchSum:
     """The gradients of several micro-batches, weighted by samples."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
@@ -103,7 +103,7 @@ class ShareUpdate(StepUpdate):
             raise UsageError(f"{spec.text} sums the micro-batches of one optimizer; make one, or use sync='bsp+balance'")
         self._update, self._session, self._spec, self._reducer, self._deals = update, session, spec, reducer, deals
         self._ledger = session.ledger
-        self._sum = GradientSum(params)
+        self._sum = MicroBatchSum(params)
         self._measures = no_steps()  # of the micro-batches in the sum
         if deals:
             self._ledger.resume(reducer.directive if reducer is not None else None)
