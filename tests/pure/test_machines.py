@@ -240,7 +240,7 @@ def fetches_again(self: DownpourMachine) -> Any:
 
 
 def keeps_old_shares(self: ShareMachine, event: Any, now: float, part: int = 0) -> Any:
-    if isinstance(event, Release) and self._table:
+    if isinstance(event, Release) and self._shares.weights:
         event = Release(event.worker, event.step, event.slowest)
     return SHARE_HANDLE(self, event, now, part)
 

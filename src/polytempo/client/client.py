@@ -26,7 +26,7 @@ from polytempo.client.connections import ServerConnections
 from polytempo.client.exchanges import Exchanges
 from polytempo.client.reads import Pulls, Reads
 from polytempo.client.stream_waits import StreamWaits
-from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
+from polytempo.errors import HyperDiffer, JobEnded, PeerError, RankLost, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import (
     Answer,
@@ -461,7 +461,8 @@ class Client:
         self.whereabouts.calls.update(message.calls)
 
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
-        raise UsageError(f"worker {self.rank}: {message.reason}")
+        kind = HyperDiffer if message.differs else UsageError
+        raise kind(f"worker {self.rank}: {message.reason}")
 
     def _value_stored(self, shard: int, message: StoreSet, buffers: list[Bytes]) -> None:
         self._stored[message.key] = message.value

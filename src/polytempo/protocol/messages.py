@@ -343,6 +343,7 @@ class Refused(WireMessage):
     """This cannot be; the worker must stop."""
 
     reason: str
+    differs: bool = False  #: a push, by its hyper-parameters from those of its round
 
 
 class Departed(WireMessage):

@@ -1,5 +1,4 @@
-"""Gradients in flat buffers: the mean of a round, on which every worker runs the wrapped optimizer itself, and sums over the
-batches that a worker has made for a push."""
+"""The mean gradient of a round, on which every worker runs the wrapped optimizer itself."""
 
 from __future__ import annotations
 
@@ -64,31 +63,3 @@ class GradientMean:
         plain = not any(group.get("foreach") for group in optimizer.param_groups)
         usual = all(param.device.type == "cpu" and param.is_contiguous() for param in self._copier.params)
         return plain and usual and type(optimizer) in READERS
-
-
-class GradientSum:
-    """Gradients of several batches, added up in a flat buffer."""
-
-    def __init__(self, copier: Copier, buffer: FlatBuffer) -> None:
-        self._copier, self.buffer = copier, buffer
-        self.empty = True  #: nothing was added: the buffer has what it had before
-        self.absent = frozenset[int]()  #: parameters for which no batch had a gradient
-
-    def add(self, weight: float = 1.0) -> None:
-        """Add the gradients as they are now, times their weight."""
-        views = self.buffer.views
-        if self.empty:
-            self.absent = frozenset(self._copier.gather(self.buffer, lambda param: param.grad))
-            if weight != 1.0:
-                torch._foreach_mul_(list(views.values()), weight)
-            self.empty = False
-            return
-        have = self._copier.here(lambda param: param.grad)
-        dense = [grad if grad.layout == torch.strided else grad.to_dense() for grad in have.values()]
-        if dense:
-            torch._foreach_add_([views[index] for index in have], dense, alpha=weight)
-        self.absent -= frozenset(have)
-
-    def had(self) -> dict[int, torch.Tensor]:
-        """The sum of each parameter for which a batch had a gradient."""
-        return {index: view for index, view in self.buffer.views.items() if index not in self.absent}

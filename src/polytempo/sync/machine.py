@@ -142,6 +142,7 @@ class Compute:
     """Compute a step."""
 
     weights: tuple[tuple[int, float], ...] = ()  #: the shares by which the joint batch is cut, in modes that cut it
+    since: tuple[int, int] | None = None  #: the first batch (pass, number) for which they hold, if any was drawn before
 
 
 @dataclass(slots=True)

@@ -38,7 +38,6 @@ from polytempo.errors import PolytempoError, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.push import Measures, no_steps
-from polytempo.reducer.gradient_mean import GradientSum
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
 from polytempo.session.ledger import united
@@ -54,6 +53,7 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
+from polytempo.train.gradient_sums import GradientSum
 from polytempo.train.update import Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.

@@ -19,7 +19,6 @@ import torch
 
 from polytempo.client.client_state import Reading
 from polytempo.protocol.push import no_steps
-from polytempo.reducer.gradient_mean import GradientSum
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.actions import Release
@@ -38,6 +37,7 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
+from polytempo.train.gradient_sums import GradientSum
 from polytempo.train.update import Wrapped
 
 #: A sum of gradients, by parameter.
