@@ -361,6 +361,9 @@ class RuleByBallot:
     def close(self, ranks: Sequence[int], ballots: Sequence[Ballot]) -> None:
         """A round has ended with the ballots of these ranks."""
         active = [(rank, ballot) for rank, ballot in zip(ranks, ballots, strict=True) if not ballot.ran_out]
+        if not active:  # those that went on last may have shared all of it: now all begin together again
+            self._rule.gather(ranks)
+            return
         pushes = tuple(
             Pushed(rank, self._step, one.weight, measured=Measured(one.loss, one.lr, one.work, one.computed, one.drawn))
             for rank, one in active
@@ -519,7 +522,7 @@ class CollectiveReducer(Reducer):
         if found.ended and self._clock is None and not self._measured:  # else the sequencer warns
             self._warn_ended({self.voters.voted[index] for index in found.ended})
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
-        if self._rule is not None and not found.over:
+        if self._rule is not None:
             self._rule.close(self.voters.voted, self._rounds.ballots())
         return found
 

@@ -367,7 +367,7 @@ class StepMachine(WorkerMachine):
         elif kind is AllArrived:
             return (GoHome(),)
         elif isinstance(event, Admit):
-            self.step = event.step
+            self.step, self.computes = event.step, False
         return NO_ORDERS
 
 
