@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
 from polytempo.summation import in_order
-from polytempo.sync.actions import Admit, Release
+from polytempo.sync.actions import Action, Admit, Release, Wake
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.directives import NextDeadline
@@ -79,6 +79,13 @@ GROWTH = 2
 #: Of more workers than these, some stand for all where lost time is counted, and where micro-batches end.
 SAMPLE, ENDS = 256, 16
 
+#: A round with a deadline that half of its workers have pushed to waits for the others this much longer, in parts of the
+#: time it has taken so far (of the deadline, where that is more); one that fewer have pushed to, FEW. More than 1: where
+#: pushes pass one link after another, the second half of them takes as long as the first.
+PATIENCE, FEW = 1.25, 2.5
+#: The time that a round has taken so far counts for that up to this number of deadlines: a job may have been stopped.
+LONGEST = 100
+
 #: Micro-batches over which a worker's own pace is taken.
 LAST = 5
 
@@ -98,7 +105,8 @@ class DeadlineRule(RoundRule):
     compares = False
 
     def __init__(self, seconds: float | None, micro: int = MICRO, divide: str = "expected") -> None:
-        self.deadline = seconds or 0.0
+        self.deadline = seconds or 0.0  #: seconds of the next round; 0: none
+        self.overdue: set[int] = set()  #: members without which a round has closed, and which have not pushed since
         self._auto, self._micro, self._by_actual = seconds is None, micro, divide == "actual"
         self._speeds = WorkerSpeeds()  # micro-batches a second
         self._sizes = WorkerSpeeds()  # samples a micro-batch
@@ -113,6 +121,7 @@ class DeadlineRule(RoundRule):
         return 0.0 if self._by_actual else self._expected
 
     def missed(self, push: Pushed) -> None:
+        """This push came after its round had closed, and is discarded."""
         self._measure(push)
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
@@ -156,6 +165,81 @@ class DeadlineRule(RoundRule):
         best = aligned(deadline, some)
         if moved or lost(self.deadline, some) - lost(best, some) > HYSTERESIS:
             self.deadline, self._chosen_for = best, deadline
+
+
+class DeadlineBarrier(Barrier):
+    """Rounds that also close without workers that are overdue (`PATIENCE`).
+
+    Such a worker is not waited for again until it has pushed; that push is discarded, and the worker goes on with the next
+    round. A round that no worker computes for closes at once. Every round makes one update: of no pushes where there are
+    none.
+    """
+
+    rule: DeadlineRule
+
+    def __init__(self, workers: int, rule: DeadlineRule) -> None:
+        super().__init__(workers, rule=rule)
+        self._overdue = rule.overdue
+        self._opened = 0.0  # the moment at which the round was opened
+        self._overdue_at = math.inf  # the moment at which it closes without members that have not pushed
+        self._half = False  # had half of its members pushed when that was set?
+
+    def _in_round(self) -> int:
+        return super()._in_round() - len(self._overdue)
+
+    def _quorum(self) -> int:
+        return super()._quorum() - len(self._overdue)
+
+    @property
+    def _leaves_out(self) -> bool:
+        return self.rule.deadline > 0
+
+    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        if step <= self.round:
+            self._opened = now
+        return super()._started(worker, step, now)
+
+    def _freed(self, worker: int, now: float) -> list[Action]:
+        self._overdue.discard(worker)
+        return super()._freed(worker, now)
+
+    def _close(self, now: float) -> list[Action]:
+        self._opened, self._overdue_at, self._half = now, math.inf, False
+        return super()._close(now)
+
+    def _late(self, push: Pushed, now: float) -> list[Action]:
+        worker = push.worker
+        if worker not in self._overdue:
+            return super()._late(push, now)
+        discard = self._discarded(push)
+        self._overdue.discard(worker)
+        self.rule.missed(push)
+        self.progress.move(worker, self.round + 1)
+        held = self._enter_next(worker, self.round + 1 - push.step, now)
+        return [discard, *(held if self._quorum() else self._close(now))]
+
+    def _patience(self, now: float) -> list[Action]:
+        """From when on are workers overdue that have not pushed? Set when the first has pushed, and when half have."""
+        deadline = self.rule.deadline
+        if not deadline or self._half or not (self._waiting or self._behind):
+            return []
+        here = len(self._arrived) + len(self._behind)
+        half = 2 * here >= self._quorum() + len(self._behind)
+        if self._overdue_at < math.inf and not half:
+            return []
+        taken = max(now - self._opened, deadline)
+        wait = (PATIENCE if half else FEW) * min(taken, LONGEST * deadline)
+        self._half, self._overdue_at = half, self._opened + taken + wait
+        return [Wake(self._overdue_at)]
+
+    def _ticked(self, now: float) -> list[Action]:
+        if now < self._overdue_at:
+            return []
+        if not (self._waiting or self._behind):  # those that waited are gone: there is no hurry, until another one waits
+            self._overdue_at, self._half = math.inf, False
+            return []
+        self._overdue.update(worker for worker, step in self.progress.pushed.items() if step <= self.round)
+        return self._close(now)
 
 
 class Pace:
@@ -311,8 +395,8 @@ ANYTIME = Mode(
     "anytime",
     "anytime:auto",
     "rounds end at a deadline, each worker contributes the micro-batches it has finished; auto: about micro=8 each",
-    lambda workers, seconds=None, micro=MICRO, late="drop", divide="expected": Barrier(
-        workers, rule=DeadlineRule(seconds, micro, divide)
+    lambda workers, seconds=None, micro=MICRO, late="drop", divide="expected": DeadlineBarrier(
+        workers, DeadlineRule(seconds, micro, divide)
     ),
     argument=ArgumentReader("auto or a number of seconds above 0", _read_deadline, "auto"),
     options={
