@@ -20,13 +20,11 @@ from polytempo.protocol.optimizer_names import number_of
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import ClosedRound, OptimizerSpec
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.group_sums import GroupSums, RoundGroups
 from polytempo.reducer.peer_messages import PeerMessages
 from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.round_sums import EndedRound, RoundSums
+from polytempo.reducer.round_sums import EndedRound, GroupSums, RoundGroups, RoundSums, SharedSums
 from polytempo.reducer.sequencer_client import SequencerClient
 from polytempo.reducer.shared_memory_reducer import buffer_number
-from polytempo.reducer.shared_sums import SharedSums
 from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
 

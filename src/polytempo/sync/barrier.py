@@ -150,6 +150,9 @@ class Barrier(Policy):
         """A member whose step is that of the next round waits for it."""
         self._behind[worker] = missed
         self.room.enter(worker, self.round + 1)
+        return self._held(worker, now)
+
+    def _held(self, worker: int, now: float) -> list[Action]:
         held = self._hold(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
         return [held, *self._patience(now)]
 
@@ -171,8 +174,7 @@ class Barrier(Policy):
         self.room.enter(push.worker, self.round + 1)
         if len(self._arrived) >= self._quorum():
             return self._close(now)
-        held = self._hold(push.worker, self.round + 1) if self.explains else Hold(push.worker, self.round + 1, (), 0, "")
-        return [held, *self._patience(now)]
+        return self._held(push.worker, now)
 
     def _freed(self, worker: int, now: float) -> list[Action]:
         self._waiting.discard(worker)

@@ -1,5 +1,8 @@
 """`anytime` on the worker: micro-batches until the deadline, and a communication thread that a busy script cannot hold up.
 
+When a round ends for this worker, what is late, and what becomes of that, its machine decides (`sync/anytime.py`). Here are
+the threads, the sums and the values:
+
     step           `samples * .grad` is added to the round's sum. While another micro-batch fits before the deadline, by this
                    worker's own pace, `step()` returns at once; else the sum goes out, and `step()` waits for the round's end
     deadline       it counts from the moment at which the answer to the round before has come. If the script is in the middle
@@ -39,7 +42,7 @@ from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.push import Measures, no_steps
 from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome
+from polytempo.reducer.round_exchange import RoundExchange
 from polytempo.session.ledger import united
 from polytempo.sync.machine import (
     Abandon,
@@ -70,14 +73,6 @@ class RoundSum:
     version: int | None = None  #: of the oldest values that one of them was computed on
     in_vain: Measures = field(default_factory=no_steps)  #: of a micro-batch that was abandoned
 
-    def said(self, busy: bool, exchanged: float) -> Measures:
-        """What its push says. Where nothing counts, the seconds and the work are those that were in vain."""
-        said, vain = self.measures, self.in_vain
-        said.busy, said.exchanged, said.positions = busy, exchanged, united(said.positions)
-        if not said.count:
-            said.computed, said.input, said.work = vain.computed, vain.input, vain.work
-        return said
-
 
 class DeadlineUpdate(MachineUpdate):
     """The rounds of one optimizer, as its machine orders them.
@@ -104,7 +99,7 @@ class DeadlineUpdate(MachineUpdate):
         self._version = self._reducer.client_state.version  # of the values that are installed
         self._push: SendPush | None = None  # the communication thread is to make it
         self._exchanging = False
-        self._outcomes: list[RoundOutcome] = []  # that are not installed
+        self._has_newer = False  # a round has ended, and its values are not installed
         self._closed = False
         self._error: BaseException | None = None
         self._exchanged = 0.0  # seconds that the script has waited since the last push
@@ -199,9 +194,9 @@ class DeadlineUpdate(MachineUpdate):
             self._install()
 
     def _install(self) -> None:
-        if self._outcomes:
-            self._rounds.install(self._outcomes)
-            self._outcomes.clear()
+        if self._has_newer:
+            self._rounds.install()
+            self._has_newer = False
             self._version = self._reducer.client_state.version
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
@@ -262,7 +257,7 @@ class DeadlineUpdate(MachineUpdate):
         """Wait for the end of this worker's part of a round, and hand it over; False when there are no more."""
         with self._turn:
             while self._push is None and not self._closed:
-                # Without room for another outcome the deadline passes, and the round may close without this worker.
+                # Without room for what a round brings its deadline passes, and it may close without this worker.
                 takes_part = self._machine.in_round and self._rounds.has_room
                 ends_at = self._machine.ends_at if takes_part else math.inf
                 if self._clock.now() < ends_at:
@@ -274,21 +269,23 @@ class DeadlineUpdate(MachineUpdate):
             total, busy, exchanged = self._sum, self._push.beside, self._exchanged
             self._sum, self._spare = RoundSum(GradientSum(self._reducer.copier, self._spare)), total.gradients.buffer
             self._push, self._exchanging, self._exchanged = None, True, 0.0
-        outcome = self._exchange(total, busy, exchanged)
+        self._exchange(total, busy, exchanged)
         with self._turn:
-            self._outcomes.append(outcome)
-            self._exchanging = False
+            self._has_newer, self._exchanging = True, False
             self._ended += 1
             self._hear()
             self._turn.notify_all()
         return True
 
-    def _exchange(self, total: RoundSum, busy: bool, exchanged: float) -> RoundOutcome:
+    def _exchange(self, total: RoundSum, busy: bool, exchanged: float) -> None:
         if total.version is not None:
             self._reducer.client_state.version = total.version
-        measures = total.said(busy, exchanged)
+        measures, vain = total.measures, total.in_vain
+        measures.busy, measures.exchanged, measures.positions = busy, exchanged, united(measures.positions)
+        if not measures.count:  # the seconds and the work are those that were in vain
+            measures.computed, measures.input, measures.work = vain.computed, vain.input, vain.work
         buffer, absent = (total.gradients.buffer, sorted(total.gradients.absent)) if measures.count else (None, [])
-        return self._rounds.exchange(buffer, total.hyper, measures, absent)
+        self._rounds.exchange(buffer, total.hyper, measures, absent)
 
     def _close(self) -> None:
         """End the communication thread: this worker leaves the job."""

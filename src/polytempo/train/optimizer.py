@@ -48,8 +48,8 @@ from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.round_exchange import ServerRounds
 from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.capabilities import PushedWork
