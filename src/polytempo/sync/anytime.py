@@ -130,7 +130,7 @@ class DeadlineRule(RoundRule):
         self._speeds.forget(members)
         self._sizes.forget(members)
         self._idle = {worker: rounds for worker, rounds in self._idle.items() if worker in members}
-        active = [worker for worker in sorted(members) if worker not in self.overdue and not self._is_stuck(worker)]
+        active = [worker for worker in sorted(members) if worker not in self.overdue and self._idle.get(worker, 0) < ROUNDS]
         speeds = self._speeds.of(active)
         if not speeds:  # not measured yet, or all are stuck
             return
@@ -152,9 +152,6 @@ class DeadlineRule(RoundRule):
             self._idle.pop(worker, None)
         else:
             self._idle[worker] = self._idle.get(worker, 0) + 1
-
-    def _is_stuck(self, worker: int) -> bool:
-        return self._idle.get(worker, 0) >= ROUNDS
 
     def _choose(self, speeds: list[float], members: int) -> None:
         wanted = self._micro * min(members, GROWTH * len(speeds))

@@ -212,19 +212,15 @@ class PeerRounds(RoundExchange):
         with self._installing, torch.no_grad():
             handed, means = _newest(self.pending)
             if handed is not None:
-                self._load(handed)
-            for mean in (*handed.means, *means) if handed is not None else means:
+                optimizer, means = self._wrapped.optimizer, [*handed.means, *means]
+                self.reducer.copier.write(handed.values)
+                load_in_place(optimizer, {"state": handed.state, "param_groups": optimizer.state_dict()["param_groups"]})
+            for mean in means:
                 self._apply(mean)
             for content in self.pending:
                 self._free += [mean.gradient for mean in (content.means if isinstance(content, HandedState) else [content])]
             self.pending = []
         self.reducer.copier.watch.record()
-
-    def _load(self, handed: HandedState) -> None:
-        """Go on from another rank's state."""
-        optimizer = self._wrapped.optimizer
-        self.reducer.copier.write(handed.values)
-        load_in_place(optimizer, {"state": handed.state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def _apply(self, mean: RoundMean) -> None:
         wrapped = self._wrapped
