@@ -4,6 +4,7 @@ raise.
 PolytempoError
 ├── UsageError (ValueError)          a mistake of the caller: one line with the fix, before anything starts
 │   ├── WrongType (TypeError too)    an argument of another type than the call can take
+│   ├── HyperDiffer                  workers that step together were given different hyper-parameters
 │   ├── SpecError                    a synchronisation spec that cannot be read, or does not fit the job
 │   └── ClusterError                 a cluster or experiment description that cannot be read
 ├── OrderError (RuntimeError)        a policy was fed an event that cannot happen (a push of a step that was not released)
@@ -38,6 +39,10 @@ class UsageError(PolytempoError, ValueError):
 
 class WrongType(UsageError, TypeError):
     """An argument of another type than the call can take."""
+
+
+class HyperDiffer(UsageError):
+    """A push whose hyper-parameters are not those of the others in its round."""
 
 
 class SpecError(UsageError):

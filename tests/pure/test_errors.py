@@ -14,6 +14,7 @@ from polytempo.transport.keys import read_key_file
 
 BUILT_IN = {
     "UsageError": ValueError,
+    "HyperDiffer": ValueError,
     "WrongType": TypeError,
     "SpecError": ValueError,
     "ClusterError": ValueError,

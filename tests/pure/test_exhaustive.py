@@ -24,6 +24,7 @@ import pytest
 from driving import Job
 
 from polytempo.sync.actions import Action, Apply, Discard, Release
+from polytempo.sync.anytime import DeadlineBarrier, DeadlineRule
 from polytempo.sync.asynchronous import AsynchronousPolicy
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.dssp import DynamicBound
@@ -216,7 +217,8 @@ def walk(case: Case, size: Size, findings: Findings) -> None:
 def policy_of(case: Case, workers: int) -> Policy:
     spec = parse_spec(case.sync)
     if case.planned is not None:
-        return Barrier(workers, rule=deepcopy(case.planned))
+        rule = deepcopy(case.planned)
+        return DeadlineBarrier(workers, rule) if isinstance(rule, DeadlineRule) else Barrier(workers, rule=rule)
     if spec.mode.name == "dssp":
         return AsynchronousPolicy(workers, DynamicBound(*spec.arguments[0], forecast=ORACLE))
     return spec.policy(workers)
@@ -260,7 +262,7 @@ def look_at_move(case: Case, before: World, after: World, actions: list[Action],
     if before.job.awaited:
         return
     if case.planned is not None:
-        look_at_planned(case.planned.deadline > 0, before.job, after, actions)
+        look_at_planned(isinstance(case.planned, DeadlineRule), before.job, after, actions)
     elif case.backups is not None:
         look_at_round(case.backups, before.job, after, actions)
     else:
@@ -305,12 +307,16 @@ def look_at_planned(timed: bool, before: Job, after: World, actions: list[Action
     assert not job.pending or inside(job) or not job.steps, f"a push is left in a round of nobody: {after.path}"
 
 
-class TimedRounds(RoundRule):
-    """Deadlines that are never changed."""
+class TimedRounds(DeadlineRule):
+    """Deadlines that are never changed, as nothing is measured."""
 
-    planned = True
-    compares = False
-    deadline = 2.0
+    directive = RoundRule.directive  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(2.0)
+
+    def _measure(self, push: Pushed) -> None:
+        pass
 
 
 class SharedRounds(RoundRule):

@@ -240,14 +240,14 @@ def fetches_again(self: DownpourMachine) -> Any:
 
 
 def keeps_old_shares(self: ShareMachine, event: Any, now: float, part: int = 0) -> Any:
-    if isinstance(event, Release) and self._table:
+    if isinstance(event, Release) and self._shares.weights:
         event = Release(event.worker, event.step, event.slowest)
     return SHARE_HANDLE(self, event, now, part)
 
 
 def pushes_what_is_late(self: DeadlineMachine, seconds: float, now: float) -> Any:
-    self._late, self._keeps = False, True
-    self._finished += 1
+    self.late, self._keeps = False, True
+    self.finished += 1
     return DEADLINE_COMPUTED(self, seconds, now)
 
 

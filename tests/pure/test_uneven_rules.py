@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Release, Wake
 from polytempo.sync.anytime import MARGIN, aligned, lost
+from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Joined, Left, Measured, Pushed, Ticked
+from polytempo.sync.machine import Abandon, BudgetUsed, Compute, Computed, EndBlock, Fetched, Orders, SendPush, TimeUp
 from polytempo.sync.shares import ShareWeights, cut
 from polytempo.sync.spec import parse_spec
 
@@ -435,3 +438,56 @@ def test_a_job_that_goes_on_from_a_checkpoint_begins_with_that_round() -> None:
     (release,) = only(Release, policy.handle(Joined(0), 0.0))
     assert (release.step, release.directive.seconds) == (40, 2.0)
     assert [r.step for r in only(Release, push(policy, 0, 40, 2.0))] == [41], "a single worker waits for none"
+
+
+# The machine of a live worker, whose script may look at the job's values.
+
+
+class TimedWorker:
+    """A machine with a deadline of ten seconds in each round."""
+
+    def __init__(self, late: str = "drop") -> None:
+        self.machine: Any = parse_spec(f"anytime:10,late={late}").machine(0)
+        assert self.release(0, 0.0) == (Compute(),)
+
+    def release(self, step: int, now: float) -> Orders:
+        return self.machine.handle(Release(0, step, step, NextDeadline(10.0)), now)
+
+    def is_late(self) -> Orders:
+        """A micro-batch is computed when the round after the one that it was ordered in is open."""
+        assert self.machine.handle(Computed(2.0), 2.0) == (Compute(),)
+        assert self.machine.handle(TimeUp(0), 10.2) == (SendPush(0, 1, beside=True),)
+        assert self.release(1, 10.3) == ()
+        assert self.machine.late
+        return self.machine.handle(Computed(9.0), 11.0)
+
+
+def test_a_worker_that_sees_the_values_ends_its_part_of_the_round() -> None:
+    worker = TimedWorker()
+    worker.machine.handle(Computed(2.0), 2.0)
+    assert worker.machine.handle(EndBlock(), 3.0) == (SendPush(0, 1),)
+    assert worker.machine.handle(EndBlock(), 3.0) == (), "the round wants no more of it"
+    assert not worker.machine.computes
+    assert worker.release(1, 4.0) == (Compute(),)
+    assert worker.machine.handle(EndBlock(), 5.0) == (SendPush(1, 0),), "others end the round, and it has nothing for it"
+    assert worker.release(2, 6.0) == (Compute(),)
+
+
+@pytest.mark.parametrize("late", ["drop", "keep"])
+def test_a_micro_batch_on_newer_values_is_not_late(late: str) -> None:
+    worker = TimedWorker(late)
+    worker.machine.handle(TimeUp(0), 10.2)
+    worker.release(1, 10.3)
+    worker.machine.handle(Fetched(), 10.4)
+    assert worker.machine.handle(Computed(2.0), 12.0) == (Compute(),)
+    assert worker.machine.finished == 1
+
+
+def test_what_is_late_is_kept_unless_the_budget_is_used_up() -> None:
+    kept, dropped, last = TimedWorker("keep"), TimedWorker(), TimedWorker("keep")
+    assert (kept.is_late(), kept.machine.finished) == ((Compute(),), 1)
+    assert (dropped.is_late(), dropped.machine.finished) == ((Abandon(), Compute()), 0)
+    last.machine.handle(BudgetUsed(), 1.0)
+    assert (last.is_late(), last.machine.finished) == ((Abandon(), Compute()), 0)
+    assert last.machine.handle(Computed(2.0), 13.0) == (Compute(),)
+    assert last.machine.finished == 1, "a script that goes on trains on"

@@ -17,9 +17,9 @@ from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.values import Position
 from polytempo.session.ledger import Ledger, SamplerPass, united
 from polytempo.sync.balance import SharesBySpeed
-from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Measured, Pushed
 from polytempo.sync.joint_batches import BatchShape, EpochCut, checked_cost
+from polytempo.sync.shares import ShareWeights
 
 EACH = 4
 
@@ -205,9 +205,9 @@ def test_names_are_the_same_for_the_same_data_and_tell_others_apart() -> None:
 # Weights.
 
 
-def more(rank: int, since: tuple[int, int]) -> NextShares:
+def more(rank: int, since: tuple[int, int]) -> tuple[ShareWeights, tuple[int, int]]:
     """Three quarters of each joint batch for this one of two workers, from this draw on."""
-    return NextShares(((0, 1.5 - rank), (1, 0.5 + rank)), since)
+    return ((0, 1.5 - rank), (1, 0.5 + rank)), since
 
 
 def test_new_weights_hold_from_the_first_batch_that_no_worker_has_drawn() -> None:
@@ -216,7 +216,8 @@ def test_new_weights_hold_from_the_first_batch_that_no_worker_has_drawn() -> Non
     train.next()
     made(ledger)
     assert ledger.freeze() == (0, 1)
-    ledger.resume(more(0, (0, 3)))  # the other worker has read one further
+    ledger.cut_by(*more(0, (0, 3)))  # the other worker has read one further
+    ledger.resume()
     assert [train.next() for _ in range(4)] == [[*range(8, 12)], [*range(16, 20)], [*range(24, 30)], [*range(32, 38)]]
     train.end()
     assert Loader(ledger, epoch=1).next() == [*range(6)]
@@ -225,17 +226,20 @@ def test_new_weights_hold_from_the_first_batch_that_no_worker_has_drawn() -> Non
 
 def test_a_worker_that_joins_others_counts_its_passes_from_theirs() -> None:
     ledger = Ledger(0, 2)
-    ledger.resume(more(0, (7, 3)))
+    ledger.cut_by(*more(0, (7, 3)))
+    ledger.resume()
     train = Loader(ledger)
     assert train.next() == [*range(6)]
     assert ledger.freeze() == (7, 0)
-    ledger.resume(more(1, (7, 2)))
+    ledger.cut_by(*more(1, (7, 2)))
+    ledger.resume()
     assert [train.next(), train.next()] == [[*range(8, 14)], [*range(16, 18)]]
 
 
 def test_passes_that_do_not_train_are_cut_evenly_and_not_numbered() -> None:
     ledger = Ledger(0, 2)
-    ledger.resume(more(0, (0, 0)))
+    ledger.cut_by(*more(0, (0, 0)))
+    ledger.resume()
     assert Loader(ledger, trains=False).next() == [*range(4)]
     assert ledger.freeze() is None
     ledger.resume()
@@ -257,7 +261,8 @@ def test_a_thread_draws_nothing_between_a_push_and_its_answer() -> None:
     thread = threading.Thread(target=loader)
     thread.start()
     begun.wait(10)
-    ledger.resume(more(0, (0, 1)))
+    ledger.cut_by(*more(0, (0, 1)))
+    ledger.resume()
     thread.join(10)
     assert drawn == [*range(8, 14)], "cut by the weights of the answer"
 
@@ -317,7 +322,9 @@ class Job:
         self.round += 1
         self.rule.close(tuple(pushes), range(len(pushes)), 0.0)
         for worker in self.workers:
-            worker.ledger.resume(self.rule.directive())
+            if self.rule.changed:
+                worker.ledger.cut_by(self.rule.weights, self.rule.since)
+            worker.ledger.resume()
         return [taken for taken, _ in steps]
 
 

@@ -29,9 +29,9 @@ class ManualClock(RoundClock):
     def now(self) -> float:
         return self._now
 
-    def wait(self, condition: threading.Condition, until: float | None) -> None:
+    def wait(self, condition: threading.Condition, until: float) -> None:
         self._conditions.add(condition)
-        if until is None or self._now < until:
+        if self._now < until:
             condition.wait(0.5)
 
     def advance(self, seconds: float) -> None:

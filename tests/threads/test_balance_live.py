@@ -204,6 +204,25 @@ def test_the_others_take_over_the_share_of_a_worker_that_ends(way: str) -> None:
     assert_close(seen[0].values, seen[2].values, 1e-12)
 
 
+@pytest.mark.parametrize("way", ["hosts", "ballots"])
+def test_after_all_have_joined_the_next_epoch_is_everyones(way: str) -> None:
+    """Worker 1 leaves the first epoch early, and waits until the others are through with theirs."""
+
+    def work(session: Session) -> list[int]:
+        trainee, sampler = Trainee(session), DistributedBatchSampler(range(90), 3)
+        trainee.train(sampler, 3 if session.rank == 1 else None)
+        trainee.optimizer.join()
+        before = len(trainee.seen.steps)
+        sampler.set_epoch(1)
+        trainee.train(sampler)
+        trainee.optimizer.join()
+        return [index for batch in trainee.seen.steps[before:] for index in batch]
+
+    taken = run(way, SYNC, work)
+    assert all(taken)
+    assert sorted(index for mine in taken for index in mine) == list(range(90))
+
+
 def test_after_a_resume_the_saved_epoch_goes_on_and_the_next_one_is_whole(tmp_path: Path) -> None:
     def work(session: Session, epochs: int, steps: int | None) -> tuple[int, Seen]:
         trainee = Trainee(session)

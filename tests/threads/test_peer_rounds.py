@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,10 +19,11 @@ from worlds import open_worlds
 from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.push import Measures
-from polytempo.reducer.group_sums import GroupSums
+from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.peer_reducer import PeerReducer
-from polytempo.reducer.round_exchange import RoundOutcome
+from polytempo.reducer.round_sums import GroupSums
 from polytempo.session.session import Session
+from polytempo.sync.directives import NextDeadline
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.peer_rounds import KEPT, HandedState, PeerRounds, RoundMean
@@ -40,6 +41,15 @@ def place(session: Session, worlds: Sequence[World]) -> None:
     if worlds:
         session.use(worlds[session.rank])
         session.job = replace(session.job, meeting="")
+
+
+class RoundOutcome(NamedTuple):
+    """How a round has ended for a worker."""
+
+    step: int
+    starts: NextDeadline
+    closed: ClosedRound
+    content: Any
 
 
 class Driver:
@@ -70,13 +80,16 @@ class Driver:
         total = self.buffer if self.count else None
         measures = Measures(samples=float(self.samples), count=self.count, computed=0.01, busy=busy)
         self.samples = self.count = 0
-        return self.rounds.exchange(total, self.optimizer._hyper.now(), measures, ())
+        known = len(self.rounds.pending)
+        self.rounds.exchange(total, self.optimizer._hyper.now(), measures, ())
+        reducer, content = self.rounds.reducer, self.rounds.pending[known:]
+        return RoundOutcome(reducer.step, reducer.directive, reducer.answer.closed, content[0] if content else None)
 
     def round(self, batches: Sequence[Batch]) -> RoundOutcome:
         for batch in batches:
             self.add(batch)
         outcome = self.exchange()
-        self.rounds.install([outcome])
+        self.rounds.install()
         return outcome
 
     def state(self) -> tuple[list[torch.Tensor], dict]:
@@ -147,7 +160,7 @@ def test_a_worker_that_computes_keeps_means_and_applies_them_in_order(make: Any)
             assert driver.rounds.has_room == (number + 1 < KEPT)
         if busy:
             assert_equal(weights(driver.model), weights(model))
-            driver.rounds.install(outcomes)
+            driver.rounds.install()
             assert driver.rounds.has_room
         outcomes.append(driver.round([data[KEPT][session.rank]]))
         return [outcome.closed.divisor for outcome in outcomes], driver.state()
@@ -180,20 +193,20 @@ def test_a_worker_that_has_missed_rounds_gets_values_and_state(make: str, source
             assert passed.wait(20)
             driver.add(data[0][2])  # on the weights of the first round: it must not count
             outcomes.append(driver.exchange())
-            driver.rounds.install(outcomes)
+            driver.rounds.install()
         else:
             for number in range(3):
                 driver.add(data[number][session.rank])
                 outcomes.append(driver.exchange())
                 if not computes:
-                    driver.rounds.install(outcomes[-1:])
+                    driver.rounds.install()
             passed.set()
             if session.rank == 1:
                 until(lambda: 2 in job.sequencer.clocks["0"].policy._behind, "the push of worker 2 to be discarded")
             driver.add(data[3][session.rank])
             outcomes.append(driver.exchange())
             assert outcomes[-1].starts.catching_up == (2,)
-            driver.rounds.install(outcomes if computes else outcomes[-1:])
+            driver.rounds.install()
         caught_up = driver.state()
         outcomes.append(driver.round([data[4][session.rank]]))
         return outcomes, caught_up, driver.state()

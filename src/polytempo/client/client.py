@@ -24,7 +24,7 @@ import torch
 
 from polytempo.client.client_state import ClientState, Exchanges, MakeSeed, Outstanding, PartlySent, Pulls, Reading, Reads
 from polytempo.client.connections import ServerConnections
-from polytempo.errors import JobEnded, PeerError, RankLost, UsageError
+from polytempo.errors import HyperDiffer, JobEnded, PeerError, RankLost, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import (
     Answer,
@@ -496,7 +496,8 @@ class Client:
             )
 
     def _refused(self, shard: int, message: Refused, buffers: list[Bytes]) -> None:
-        raise UsageError(f"worker {self.rank}: {message.reason}")
+        kind = HyperDiffer if message.differs else UsageError
+        raise kind(f"worker {self.rank}: {message.reason}")
 
     def _places_leased(self, shard: int, message: SamplesLeased, buffers: list[Bytes]) -> None:
         self._leased = message

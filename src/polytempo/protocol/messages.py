@@ -362,6 +362,7 @@ class Refused(AnyMessage):
     """This cannot be; the worker must stop."""
 
     reason: str
+    differs: bool = False  #: a push, by its hyper-parameters from those of its round
 
 
 class Departed(AnyMessage):

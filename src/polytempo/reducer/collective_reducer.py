@@ -313,6 +313,9 @@ class RuleByBallot:
     def close(self, ranks: Sequence[int], ballots: Sequence[Ballot]) -> None:
         """A round has ended with the ballots of these ranks."""
         active = [(rank, ballot) for rank, ballot in zip(ranks, ballots, strict=True) if not ballot.ran_out]
+        if not active:  # those that went on last may have shared all of it: now all begin together again
+            self._rule.gather(ranks)
+            return
         pushes = tuple(
             Pushed(rank, self._step, one.weight, measured=Measured(one.loss, one.lr, one.work, one.computed, one.drawn))
             for rank, one in active
@@ -479,7 +482,7 @@ class CollectiveReducer(Reducer):
                 sys.stderr.write(f"polytempo: {ended_early(behind, self._steps, len(left))}\n")
                 sys.stderr.flush()
         self.mean.skipped, self.mean.absent = found.skipped or found.total == 0, found.absent
-        if self._rule is not None and not found.over:
+        if self._rule is not None:
             self._rule.close(self.voters.voted, self._rounds.ballots())
         return found
 

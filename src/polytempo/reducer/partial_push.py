@@ -94,17 +94,14 @@ class PartialPushes:
         with profiled("push bucket", number):
             self._serial += 1
             pieces = self._buckets[number].pieces
-            copies = [[self._taken(shard, p) for p in of_shard] for shard, of_shard in enumerate(pieces)]
+            now = [[self._now(shard, piece) for piece in of_shard] for shard, of_shard in enumerate(pieces)]
+            # What has left a GPU is a copy already.
+            copies = now if self._gpu is not None else [[one.copy() for one in of_shard] for of_shard in now]
             self._sent[number] = BucketSend(self._serial, copies)
             for shard, buffers in enumerate(copies):
                 if buffers:
                     message = PartialPush(id=self._identity(), bucket=number, serial=self._serial, pieces=pieces[shard])
                     self._client.send_partial(shard, message, buffers)
-
-    def _taken(self, shard: int, piece: BufferRange) -> Bytes:
-        """What is sent: a copy, unless it is one already, of what is on the GPU."""
-        now = self._now(shard, piece)
-        return now if self._gpu is not None else now.copy()
 
     def _now(self, shard: int, piece: BufferRange) -> Bytes:
         return self._buffer.parts[shard][piece.buffer][piece.start : piece.stop]

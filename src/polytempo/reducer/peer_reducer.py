@@ -17,12 +17,10 @@ from polytempo.errors import JobEnded, UsageError
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import ClosedRound, OptimizerSpec, number_of
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.group_sums import GroupSums, RoundGroups
 from polytempo.reducer.peer_messages import PeerMessages
 from polytempo.reducer.reducer import GroupValues, Reducer, SequencerClient
-from polytempo.reducer.round_sums import EndedRound, RoundSums
+from polytempo.reducer.round_sums import EndedRound, GroupSums, RoundGroups, RoundSums, SharedSums
 from polytempo.reducer.shared_memory_reducer import buffer_number
-from polytempo.reducer.shared_sums import SharedSums
 from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
 

@@ -145,7 +145,7 @@ class PolicyRunner:
     def _refuse(self, clock: OptimizerClock, action: Refuse, now: float) -> list[Effect]:
         push = clock.drop(action.worker, action.step)
         self.tally(clock, push, -1)
-        return [ToShards(Drop(id=push.id)), refusal(action.worker, action.reason)]
+        return [ToShards(Drop(id=push.id)), ToWorker(action.worker, Refused(reason=action.reason, differs=True))]
 
     def _wake(self, clock: OptimizerClock, action: Wake, now: float) -> list[Effect]:
         clock.wakes.append(action.at)

@@ -37,7 +37,6 @@ from itertools import count
 from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.values import Position
-from polytempo.sync.directives import Directive, NextShares
 from polytempo.sync.joint_batches import EpochCut
 from polytempo.sync.sample_queue import Range, gathered, size_of, split
 from polytempo.sync.shares import ShareWeights
@@ -419,17 +418,19 @@ class Ledger:
             self._frozen_by = threading.get_ident()
             return self._last_draw
 
-    def resume(self, told: Directive | None = None) -> None:
-        """The answer is here, with new weights maybe."""
+    def cut_by(self, weights: ShareWeights, since: Draw | None) -> None:
+        """New weights for joint batches, from this one on; where it is not known, from the next that is drawn."""
         with self._state:
-            weights, since = (told.weights, told.since) if isinstance(told, NextShares) else ((), None)
-            if weights and self._last_draw is None:
+            if self._last_draw is None:
                 self._table = [((0, 0), weights)]
                 self._numbered = max(self._numbered, since[0] if since else 0)  # it joins others in this pass
-            elif weights and weights != self._table[-1][1]:
-                following = (self._last_draw[0], self._last_draw[1] + 1) if self._last_draw is not None else (0, 0)
-                self._table.append((since or following, weights))
+            elif weights != self._table[-1][1]:
+                self._table.append((since or (self._last_draw[0], self._last_draw[1] + 1), weights))
                 self._forget_weights()
+
+    def resume(self) -> None:
+        """The answer is here, and what it brought."""
+        with self._state:
             self._frozen_by = None
             self._state.notify_all()
 

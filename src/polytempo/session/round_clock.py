@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -13,6 +14,6 @@ class RoundClock:
         """Seconds since some moment."""
         return time.monotonic()
 
-    def wait(self, condition: threading.Condition, until: float | None) -> None:
+    def wait(self, condition: threading.Condition, until: float) -> None:
         """Wait until the condition is notified or the moment has come; it may return early. The condition's lock is held."""
-        condition.wait(None if until is None else max(until - self.now(), 0.0))
+        condition.wait(None if until == math.inf else max(until - self.now(), 0.0))

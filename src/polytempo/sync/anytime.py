@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
 from polytempo.summation import in_order
-from polytempo.sync.actions import Admit, Release
+from polytempo.sync.actions import Action, Admit, Release, Wake
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.directives import NextDeadline
@@ -50,8 +50,11 @@ from polytempo.sync.machine import (
     GO,
     NO_ORDERS,
     AllArrived,
+    BudgetUsed,
     Computed,
     Dropped,
+    EndBlock,
+    Fetched,
     GoHome,
     Leaving,
     Orders,
@@ -76,6 +79,13 @@ GROWTH = 2
 #: Of more workers than these, some stand for all where lost time is counted, and where micro-batches end.
 SAMPLE, ENDS = 256, 16
 
+#: A round with a deadline that half of its workers have pushed to waits for the others this much longer, in parts of the
+#: time it has taken so far (of the deadline, where that is more); one that fewer have pushed to, FEW. More than 1: where
+#: pushes pass one link after another, the second half of them takes as long as the first.
+PATIENCE, FEW = 1.25, 2.5
+#: The time that a round has taken so far counts for that up to this number of deadlines: a job may have been stopped.
+LONGEST = 100
+
 #: Micro-batches over which a worker's own pace is taken.
 LAST = 5
 
@@ -95,7 +105,8 @@ class DeadlineRule(RoundRule):
     compares = False
 
     def __init__(self, seconds: float | None, micro: int = MICRO, divide: str = "expected") -> None:
-        self.deadline = seconds or 0.0
+        self.deadline = seconds or 0.0  #: seconds of the next round; 0: none
+        self.overdue: set[int] = set()  #: members without which a round has closed, and which have not pushed since
         self._auto, self._micro, self._by_actual = seconds is None, micro, divide == "actual"
         self._speeds = WorkerSpeeds()  # micro-batches a second
         self._sizes = WorkerSpeeds()  # samples a micro-batch
@@ -110,6 +121,7 @@ class DeadlineRule(RoundRule):
         return 0.0 if self._by_actual else self._expected
 
     def missed(self, push: Pushed) -> None:
+        """This push came after its round had closed, and is discarded."""
         self._measure(push)
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
@@ -118,7 +130,7 @@ class DeadlineRule(RoundRule):
         self._speeds.forget(members)
         self._sizes.forget(members)
         self._idle = {worker: rounds for worker, rounds in self._idle.items() if worker in members}
-        active = [worker for worker in sorted(members) if worker not in self.overdue and not self._is_stuck(worker)]
+        active = [worker for worker in sorted(members) if worker not in self.overdue and self._idle.get(worker, 0) < ROUNDS]
         speeds = self._speeds.of(active)
         if not speeds:  # not measured yet, or all are stuck
             return
@@ -141,9 +153,6 @@ class DeadlineRule(RoundRule):
         else:
             self._idle[worker] = self._idle.get(worker, 0) + 1
 
-    def _is_stuck(self, worker: int) -> bool:
-        return self._idle.get(worker, 0) >= ROUNDS
-
     def _choose(self, speeds: list[float], members: int) -> None:
         wanted = self._micro * min(members, GROWTH * len(speeds))
         deadline, some = wanted / in_order(speeds), speeds[:: -(-len(speeds) // SAMPLE)]
@@ -153,6 +162,81 @@ class DeadlineRule(RoundRule):
         best = aligned(deadline, some)
         if moved or lost(self.deadline, some) - lost(best, some) > HYSTERESIS:
             self.deadline, self._chosen_for = best, deadline
+
+
+class DeadlineBarrier(Barrier):
+    """Rounds that also close without workers that are overdue (`PATIENCE`).
+
+    Such a worker is not waited for again until it has pushed; that push is discarded, and the worker goes on with the next
+    round. A round that no worker computes for closes at once. Every round makes one update: of no pushes where there are
+    none.
+    """
+
+    rule: DeadlineRule
+
+    def __init__(self, workers: int, rule: DeadlineRule) -> None:
+        super().__init__(workers, rule=rule)
+        self._overdue = rule.overdue
+        self._opened = 0.0  # the moment at which the round was opened
+        self._overdue_at = math.inf  # the moment at which it closes without members that have not pushed
+        self._half = False  # had half of its members pushed when that was set?
+
+    def _in_round(self) -> int:
+        return super()._in_round() - len(self._overdue)
+
+    def _quorum(self) -> int:
+        return super()._quorum() - len(self._overdue)
+
+    @property
+    def _leaves_out(self) -> bool:
+        return self.rule.deadline > 0
+
+    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+        if step <= self.round:
+            self._opened = now
+        return super()._started(worker, step, now)
+
+    def _freed(self, worker: int, now: float) -> list[Action]:
+        self._overdue.discard(worker)
+        return super()._freed(worker, now)
+
+    def _close(self, now: float) -> list[Action]:
+        self._opened, self._overdue_at, self._half = now, math.inf, False
+        return super()._close(now)
+
+    def _late(self, push: Pushed, now: float) -> list[Action]:
+        worker = push.worker
+        if worker not in self._overdue:
+            return super()._late(push, now)
+        discard = self._discarded(push)
+        self._overdue.discard(worker)
+        self.rule.missed(push)
+        self.progress.move(worker, self.round + 1)
+        held = self._enter_next(worker, self.round + 1 - push.step, now)
+        return [discard, *(held if self._quorum() else self._close(now))]
+
+    def _patience(self, now: float) -> list[Action]:
+        """From when on are workers overdue that have not pushed? Set when the first has pushed, and when half have."""
+        deadline = self.rule.deadline
+        if not deadline or self._half or not (self._waiting or self._behind):
+            return []
+        here = len(self._arrived) + len(self._behind)
+        half = 2 * here >= self._quorum() + len(self._behind)
+        if self._overdue_at < math.inf and not half:
+            return []
+        taken = max(now - self._opened, deadline)
+        wait = (PATIENCE if half else FEW) * min(taken, LONGEST * deadline)
+        self._half, self._overdue_at = half, self._opened + taken + wait
+        return [Wake(self._overdue_at)]
+
+    def _ticked(self, now: float) -> list[Action]:
+        if now < self._overdue_at:
+            return []
+        if not (self._waiting or self._behind):  # those that waited are gone: there is no hurry, until another one waits
+            self._overdue_at, self._half = math.inf, False
+            return []
+        self._overdue.update(worker for worker, step in self.progress.pushed.items() if step <= self.round)
+        return self._close(now)
 
 
 class Pace:
@@ -207,8 +291,10 @@ class DeadlineMachine(WorkerMachine):
 
     One that is not done at the deadline is finished beside the push, which the communication thread makes with what was
     done before; and beside the pushes without anything of further rounds that end meanwhile. Then it is abandoned, or kept
-    for the worker's next push; and the worker goes on with what is left of the round that is open. The deadline is counted
-    from the moment at which the worker hears of the round.
+    for the worker's next push, unless the budget is used up; and the worker goes on with what is left of the round that is
+    open. The deadline is counted from the moment at which the worker hears of the round.
+
+    A micro-batch that the script begins once it has taken newer values (`Fetched`) is not late, whenever it was ordered.
     """
 
     brings = "batches"
@@ -216,13 +302,14 @@ class DeadlineMachine(WorkerMachine):
     def __init__(self, micro: int = MICRO, keeps: bool = False, last: float = math.inf) -> None:
         super().__init__(last)
         self.in_round = False  #: does the round that is open still want its push?
+        self.seconds = 0.0  #: of the round; 0: it has no deadline
         self.ends_at = math.inf  #: the deadline of that round
+        self.finished = 0  #: micro-batches for the next push
+        self.late = False  #: is the micro-batch that it computes of a round that has ended?
         self.pace = Pace()
         self.micro = micro
         self._keeps = keeps  # a micro-batch that is late
-        self._seconds = self._opened = 0.0  # of the round: its length, and when this worker heard of it
-        self._finished = 0  # micro-batches for the next push
-        self._late = False  # is the micro-batch that it computes of a round that has ended?
+        self._opened = 0.0  # when this worker heard of the round
         self._dropped = False
 
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
@@ -232,8 +319,15 @@ class DeadlineMachine(WorkerMachine):
             case Release():
                 return self._released(event, now)
             case TimeUp(step) if self.in_round and step == self.step:
-                self._late = self._late or self.computes
+                self.late = self.late or self.computes
                 return (self._push(beside=self.computes),)
+            case EndBlock() if self.in_round:
+                self.computes = self.late = False
+                return (self._push(beside=False),)
+            case Fetched():
+                self.late = False
+            case BudgetUsed():
+                self._keeps = False
             case AllArrived():
                 return (GoHome(),)
             case Dropped():
@@ -254,17 +348,17 @@ class DeadlineMachine(WorkerMachine):
             return NO_ORDERS if self.computes else FINISHED
         if self.step > self.allowed:
             return NO_ORDERS
-        self._seconds = release.directive.seconds if isinstance(release.directive, NextDeadline) else 0.0
+        self.seconds = release.directive.seconds if isinstance(release.directive, NextDeadline) else 0.0
         self._opened, self.in_round = now, True
-        self.ends_at = now + latest(self._seconds) if self._seconds else math.inf
+        self.ends_at = now + latest(self.seconds) if self.seconds else math.inf
         return NO_ORDERS if self.computes else self._work(now)
 
     def _computed(self, seconds: float, now: float) -> Orders:
         self.computes = False
         self.pace.add(seconds)
-        late, self._late = self._late, False
+        late, self.late = self.late, False
         if not late or self._keeps:
-            self._finished += 1
+            self.finished += 1
         orders: Orders = (ABANDON,) if late and not self._keeps else NO_ORDERS
         if late and self.leaving:
             return orders
@@ -274,19 +368,19 @@ class DeadlineMachine(WorkerMachine):
 
     def _work(self, now: float) -> Orders:
         """Compute another micro-batch, if one fits. One that takes longer than a whole round is begun at its start."""
-        if not self._seconds:
-            goes_on = self._finished < self.micro
+        if not self.seconds:
+            goes_on = self.finished < self.micro
         else:
             elapsed, pace, whole = now - self._opened, self.pace.seconds, self.ends_at - self._opened
-            goes_on = fits(elapsed, pace, self._seconds) or (not self._finished and pace > whole)
+            goes_on = fits(elapsed, pace, self.seconds) or (not self.finished and pace > whole)
         if not goes_on:
             return (self._push(beside=False),)
         self.computes = True
         return GO
 
     def _push(self, beside: bool) -> SendPush:
-        push = SendPush(self.step, self._finished, beside=beside)
-        self.step, self._finished, self.in_round = self.step + 1, 0, False
+        push = SendPush(self.step, self.finished, beside=beside)
+        self.step, self.finished, self.in_round = self.step + 1, 0, False
         return push
 
 
@@ -298,8 +392,8 @@ ANYTIME = Mode(
     "anytime",
     "anytime:auto",
     "rounds end at a deadline, each worker contributes the micro-batches it has finished; auto: about micro=8 each",
-    lambda workers, seconds=None, micro=MICRO, late="drop", divide="expected": Barrier(
-        workers, rule=DeadlineRule(seconds, micro, divide)
+    lambda workers, seconds=None, micro=MICRO, late="drop", divide="expected": DeadlineBarrier(
+        workers, DeadlineRule(seconds, micro, divide)
     ),
     argument=ArgumentReader("auto or a number of seconds above 0", _read_deadline, "auto"),
     options={

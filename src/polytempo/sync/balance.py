@@ -90,26 +90,23 @@ class SharesBySpeed(RoundRule):
 
 
 class ShareMachine(StepMachine):
-    """One push a step, made of this worker's share of the joint batch: by the newest weights that hold for it."""
+    """One push a step, made of this worker's share of the joint batch, by the newest weights. A driver that draws batches
+    ahead keeps their cut: the order says from which on the weights hold."""
 
     brings = "share"
 
     def __init__(self, micro: int = 0, last: float = math.inf) -> None:
         super().__init__(last)
         self.micro = micro
-        self._table: list[tuple[int, ShareWeights]] = []  # weights, and the first joint batch that is cut by them
+        self._shares = Compute()
 
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
-        if isinstance(event, Release) and isinstance(event.directive, NextShares) and event.directive.weights:
+        if isinstance(event, Release) and isinstance(event.directive, NextShares):
             told = event.directive
-            if not self._table or self._table[-1][1] != told.weights:
-                self._table.append((told.since[1] if told.since else event.step, told.weights))
+            if told.weights and told.weights != self._shares.weights:
+                self._shares = Compute(told.weights, told.since)
         orders = super().handle(event, now, part)
-        if orders is not GO:
-            return orders
-        while len(self._table) > 1 and self._table[1][0] <= self.step:
-            del self._table[0]
-        return (Compute(self._table[0][1]),)
+        return (self._shares,) if orders is GO else orders
 
 
 BALANCE = Mode(

@@ -20,25 +20,17 @@ without any, and with weight zero; a block that ends early, with its worker's da
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
-from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release
 from polytempo.sync.capabilities import Capabilities, MadeOf, Unsound
 from polytempo.sync.directives import Directive, NextBlock, NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import ShareWeights
-
-#: A round with a deadline that half of its workers have pushed to waits for the others this much longer, in parts of the
-#: time it has taken so far (of the deadline, where that is more); one that fewer have pushed to, FEW. More than 1: where
-#: pushes pass one link after another, the second half of them takes as long as the first.
-PATIENCE, FEW = 1.25, 2.5
-#: The time that a round has taken so far counts for that up to this number of deadlines: a job may have been stopped.
-LONGEST = 100
 
 
 class RoundRule:
@@ -51,8 +43,6 @@ class RoundRule:
     weights: ShareWeights = ()  #: shares of the joint batch by speed: (rank, relative share)
     since: tuple[int, int] | None = None  #: the first batch that is cut by these weights
     changed = False  #: did the last round change them?
-    deadline = 0.0  #: seconds of the next round; 0: none
-    overdue: Set[int] = frozenset()  #: members that rounds do not wait for; the barrier's own set, as it is now
 
     def begin_at(self, step: int) -> None:
         """The job goes on from a checkpoint, with this round."""
@@ -72,9 +62,6 @@ class RoundRule:
 
     def close(self, pushes: tuple[Pushed, ...], members: Collection[int], now: float) -> None:
         """A round has closed with these pushes; the next is for these members."""
-
-    def missed(self, push: Pushed) -> None:
-        """This push came after its round had closed, and is discarded."""
 
     def directive(self, starts: bool = False, behind: int = 0, catching_up: tuple[int, ...] = ()) -> Directive | None:
         """What a worker is told of the next round.
@@ -108,10 +95,6 @@ class Barrier(Policy):
     """Rounds that close with all pushes, or with all but `backups`; `rule` says what workers do in each.
 
     Under a rule with shares or deadlines a worker that joins while a round is under way starts with the next one.
-
-    Under a rule with deadlines a round also closes without workers that are overdue (`PATIENCE`). Such a worker is not
-    waited for again until it has pushed; that push is discarded, and the worker goes on with the next round. A round that no
-    worker computes for closes at once. Every round makes one update: of no pushes where there are none.
     """
 
     def __init__(self, workers: int, backups: int = 0, rule: RoundRule | None = None) -> None:
@@ -124,12 +107,7 @@ class Barrier(Policy):
         self.round = 0
         self._arrived: list[Pushed] = []
         self._waiting: set[int] = set()  # members whose push is among them
-        self._opened = 0.0  # the moment at which the round was opened
-        self._overdue_at = math.inf  # the moment at which it closes without members that have not pushed
-        self._half = False  # had half of its members pushed when that was set?
-        self._overdue: set[int] = set()  # members without which a round has closed, and which have not pushed since
         self._behind: dict[int, int] = {}  # members held for the next round without a push in this one: rounds they missed
-        self.rule.overdue = self._overdue
 
     def begin_at(self, step: int) -> None:
         super().begin_at(step)
@@ -144,7 +122,7 @@ class Barrier(Policy):
 
     @property
     def reached(self) -> int:
-        """Overdue workers, whose steps are of earlier rounds, do not count."""
+        """Workers without which rounds have closed do not count."""
         return self.round if self.rule.planned else self.progress.slowest
 
     # Workers that start, in this round or the next.
@@ -154,7 +132,7 @@ class Barrier(Policy):
 
     def _in_round(self) -> int:
         """Members that compute for the open round, or have pushed to it."""
-        return len(self.progress.pushed) - len(self._overdue) - len(self._behind)
+        return len(self.progress.pushed) - len(self._behind)
 
     def _start(self, now: float) -> list[Action]:
         self.rule.gather(self.members)
@@ -163,18 +141,24 @@ class Barrier(Policy):
     def _started(self, worker: int, step: int, now: float) -> list[Action]:
         if step > self.round:
             return self._enter_next(worker, 0, now)
-        if self.rule.planned and self._in_round() == 1 and not self._overdue:
+        if self.rule.planned and self._in_round() == 1:
             self.rule.gather(self.members)
         self.rule.start(now)
-        self._opened = now
         return [Release(worker, step, self.progress.slowest, self.rule.directive(starts=True))]
 
     def _enter_next(self, worker: int, missed: int, now: float) -> list[Action]:
         """A member whose step is that of the next round waits for it."""
         self._behind[worker] = missed
         self.room.enter(worker, self.round + 1)
+        return self._held(worker, now)
+
+    def _held(self, worker: int, now: float) -> list[Action]:
         held = self._hold(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
         return [held, *self._patience(now)]
+
+    def _patience(self, now: float) -> list[Action]:
+        """From when on is the round not to wait any more? Here it waits for all that it needs."""
+        return []
 
     # Pushes and rounds.
 
@@ -190,12 +174,10 @@ class Barrier(Policy):
         self.room.enter(push.worker, self.round + 1)
         if len(self._arrived) >= self._quorum():
             return self._close(now)
-        held = self._hold(push.worker, self.round + 1) if self.explains else Hold(push.worker, self.round + 1, (), 0, "")
-        return [held, *self._patience(now)] if self.rule.deadline else [held]
+        return self._held(push.worker, now)
 
     def _freed(self, worker: int, now: float) -> list[Action]:
         self._waiting.discard(worker)
-        self._overdue.discard(worker)
         self._behind.pop(worker, None)
         if not self._arrived and not self._behind:
             return []
@@ -205,7 +187,7 @@ class Barrier(Policy):
         gone = len(self._arrived) - len(self._waiting)  # after their push: they count for this round
         members = len(self.progress.pushed) + gone
         if self.rule.planned:
-            return members - len(self._overdue) - len(self._behind)
+            return members - len(self._behind)
         return min(max(self.workers, members) - self.backups, members)
 
     def _close(self, now: float) -> list[Action]:
@@ -220,54 +202,31 @@ class Barrier(Policy):
         if not rule.planned:
             slowest, directive = self.progress.slowest, rule.directive()
             return [update, *(Release(worker, step, slowest, directive) for worker, step in released)]
-        self._opened, self._overdue_at, self._half = now, math.inf, False
         back = tuple(sorted(worker for worker, missed in following.items() if missed))
         slowest = self.progress.slowest
         told = {worker: rule.directive(worker in following, following.get(worker, 0), back) for worker, _ in released}
         return [update, *said_once([Release(worker, step, slowest, told[worker]) for worker, step in released])]
 
-    # Late pushes, and workers that are overdue.
-
     def _late(self, push: Pushed, now: float) -> list[Action]:
-        worker, reason = push.worker, f"late: round {push.step} closed without it, the job is at round {self.round}"
-        discard = Discard(worker, push.step, reason)
-        if worker not in self._overdue:
-            self.progress.move(worker, self.round)
-            return [discard, Release(worker, self.round, self.progress.slowest, self.rule.directive())]
-        self._overdue.discard(worker)
-        self.rule.missed(push)
-        self.progress.move(worker, self.round + 1)
-        held = self._enter_next(worker, self.round + 1 - push.step, now)
-        return [discard, *(held if self._quorum() else self._close(now))]
+        """A push of a round that has closed without it."""
+        self.progress.move(push.worker, self.round)
+        release = Release(push.worker, self.round, self.progress.slowest, self.rule.directive())
+        return [self._discarded(push), release]
 
-    def _patience(self, now: float) -> list[Action]:
-        """From when on are workers overdue that have not pushed? Set when the first has pushed, and when half have."""
-        deadline = self.rule.deadline
-        if not deadline or self._half or not (self._waiting or self._behind):
-            return []
-        here = len(self._arrived) + len(self._behind)
-        half = 2 * here >= self._quorum() + len(self._behind)
-        if self._overdue_at < math.inf and not half:
-            return []
-        taken = max(now - self._opened, deadline)
-        wait = (PATIENCE if half else FEW) * min(taken, LONGEST * deadline)
-        self._half, self._overdue_at = half, self._opened + taken + wait
-        return [Wake(self._overdue_at)]
-
-    def _ticked(self, now: float) -> list[Action]:
-        if now < self._overdue_at:
-            return []
-        if not (self._waiting or self._behind):  # those that waited are gone: there is no hurry, until another one waits
-            self._overdue_at, self._half = math.inf, False
-            return []
-        self._overdue.update(worker for worker, step in self.progress.pushed.items() if step <= self.round)
-        return self._close(now)
+    def _discarded(self, push: Pushed) -> Discard:
+        reason = f"late: round {push.step} closed without it, the job is at round {self.round}"
+        return Discard(push.worker, push.step, reason)
 
     # Reasons.
 
+    @property
+    def _leaves_out(self) -> bool:
+        """May the round close without some members?"""
+        return self.backups > 0
+
     def _hold(self, worker: int, step: int) -> Hold:
         named, count = self.progress.at(self.round) if self.rule.planned else self.progress.behind(step)
-        if self.backups or self.rule.deadline or worker in self._behind:
+        if self._leaves_out or worker in self._behind:
             reason = f"round {self.round} has {len(self._arrived)} of {self._quorum()} pushes"
         else:
             reason = f"1 ahead of worker {named[0]}, bound 0"

@@ -83,6 +83,11 @@ class SatOut:
 
 
 @dataclass(slots=True)
+class BudgetUsed:
+    """All that the job was to make is made: a worker may go on, but it keeps nothing for a later push."""
+
+
+@dataclass(slots=True)
 class Leaving:
     """No further step is to be made."""
 
@@ -129,6 +134,7 @@ WorkerEvent = (
     | AllArrived
     | EndBlock
     | SatOut
+    | BudgetUsed
     | Leaving
     | Requested
     | Replied
@@ -144,6 +150,7 @@ class Compute:
     """Compute a step."""
 
     weights: tuple[tuple[int, float], ...] = ()  #: the shares by which the joint batch is cut, in modes that cut it
+    since: tuple[int, int] | None = None  #: the first batch (pass, number) for which they hold, if any was drawn before
 
 
 @dataclass(slots=True)
@@ -368,7 +375,7 @@ class StepMachine(WorkerMachine):
         elif kind is AllArrived:
             return (GoHome(),)
         elif isinstance(event, Admit):
-            self.step = event.step
+            self.step, self.computes = event.step, False
         return NO_ORDERS
 
 

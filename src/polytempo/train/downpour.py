@@ -18,7 +18,6 @@ import torch
 
 from polytempo.client.client_state import Reading
 from polytempo.protocol.push import no_steps
-from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.actions import Release
@@ -37,6 +36,7 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
+from polytempo.train.gradient_sums import GradientSum
 from polytempo.train.update import Wrapped
 
 #: A sum of gradients, by parameter.
@@ -51,19 +51,6 @@ class Basis:
 
     version: int
     contained: int  # the last of this worker's pushes that is in them
-
-
-@dataclass
-class Accumulated:
-    """The gradients that the next push will hold."""
-
-    buffer: FlatBuffer
-    absent: frozenset[int]
-    basis: Basis  # of its first gradient
-
-    def views(self) -> Gradients:
-        """The sum of each parameter's gradients, but of those that had none."""
-        return {index: view for index, view in self.buffer.views.items() if index not in self.absent}
 
 
 @dataclass
@@ -85,7 +72,8 @@ class DownpourUpdate(MachineUpdate):
         assert isinstance(reducer, ServerReducer)  # the mode has no other: values are fetched
         self._wrapped, self._local = wrapped, local
         self._steps = 0
-        self._sum: Accumulated | None = None
+        self._sum: GradientSum | None = None  # what the next push will hold
+        self._sum_basis = Basis(0, 0)  # of its first gradient
         self._made = no_steps()  # since the last push, skipped ones included
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
         self._fetch: ParameterFetch | None = None
@@ -130,13 +118,8 @@ class DownpourUpdate(MachineUpdate):
         copier = self._reducer.copier
         params = copier.params
         if self._sum is None:
-            buffer = copier.next_buffer()
-            self._sum = Accumulated(buffer, frozenset(copier.gather(buffer, lambda param: param.grad)), self._basis)
-        else:
-            have = copier.here(lambda param: param.grad)
-            for index, gradient in have.items():
-                self._sum.buffer.views[index].add_(_dense(gradient))
-            self._sum.absent -= frozenset(have)
+            self._sum, self._sum_basis = GradientSum(copier, copier.next_buffer()), self._basis
+        self._sum.add()
         for index, rate in self._rates().items():
             if params[index].grad is not None:
                 params[index].add_(_dense(params[index].grad), alpha=-rate)
@@ -152,15 +135,15 @@ class DownpourUpdate(MachineUpdate):
         self._tell(EndBlock())
 
     def _push(self, order: SendPush) -> None:
-        total, self._sum = self._sum, None
+        total, basis, self._sum = self._sum, self._sum_basis, None
         assert total is not None
         reducer, made, self._made = self._reducer, self._made, no_steps()
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
-        reducer.client_state.version = total.basis.version
-        gradients = {index: view.clone() for index, view in total.views().items()}
+        reducer.client_state.version = basis.version
+        gradients = {index: view.clone() for index, view in total.had().items()}
         self._sent.append((reducer.step, (self._rates(), gradients)))
-        reducer.own = reducer.step - 1 - total.basis.contained
+        reducer.own = reducer.step - 1 - basis.contained
         made.nonfinite = self._wrapped.finite.check(total.buffer, self._steps)
         reducer.push(total.buffer, self._wrapped.hyper(), made, sorted(total.absent))
         self._tell(Release(reducer.session.rank, reducer.client_state.released, reducer.step))
@@ -199,7 +182,7 @@ class DownpourUpdate(MachineUpdate):
         reducer.client_state.version, contained = answers[0][0].version, answers[0][0].exchange
         self._basis = Basis(reducer.client_state.version, contained)
         self._sent = [(number, missing) for number, missing in self._sent if number > contained]
-        unsent = [(self._rates(), self._sum.views())] if self._sum else []
+        unsent = [(self._rates(), self._sum.had())] if self._sum else []
         params = reducer.copier.params
         for rates, gradients in [missing for _, missing in self._sent] + unsent:  # in their order, at the rates of then
             for index, gradient in gradients.items():

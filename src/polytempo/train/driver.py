@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 
 from polytempo.protocol.push import Measures, no_steps
+from polytempo.protocol.values import beside
+from polytempo.records.lines import MAIN
 from polytempo.reducer.reducer import Reducer
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.machine import COMPUTED, DROPPED, Compute, LoggedMachine, Orders, WorkerEvent, WorkerMachine
@@ -107,7 +109,7 @@ class MachineUpdate(StepUpdate):
         self._machine, self._reducer = machine, reducer
         self._request = no_request()  # the one that is carried out
         self._result: Any = None  # what its closure has returned
-        self._performs = {Compute: nothing, **self.performs()}
+        self._performs: LivePerforms = {Compute: self._compute, **self.performs()}
 
     @abstractmethod
     def performs(self) -> LivePerforms:
@@ -143,6 +145,11 @@ class MachineUpdate(StepUpdate):
 
     def _tell(self, event: WorkerEvent) -> None:
         self._obey(self._machine.handle(event, time.monotonic()))
+
+    def _compute(self, order: Compute) -> None:
+        """The script does it, on what its samplers deal. Steps of other optimizers are made of the same batches."""
+        if order.weights and beside(self._reducer.name) == MAIN:
+            self._reducer.session.ledger.cut_by(order.weights, order.since)
 
     def _obey(self, orders: Orders) -> None:
         for order in orders:

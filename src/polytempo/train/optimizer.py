@@ -46,8 +46,8 @@ from polytempo.reducer.neighbour_reducer import NeighbourReducer
 from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.round_exchange import ServerRounds
 from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
 from polytempo.sync.capabilities import PushedWork
@@ -633,7 +633,7 @@ def _make_update(
         return GossipUpdate(wrapped, reducer, machine, gossip.overlap)
     if isinstance(reducer, ServerReducer | PeerReducer) and spec.anytime is not None:
         rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
-        return DeadlineUpdate(reducer.session, wrapped, rounds, spec, beside(reducer.name) == MAIN)
+        return DeadlineUpdate(machine_for(spec, reducer), rounds, wrapped, beside(reducer.name) == MAIN)
     if reducer.mean is not None:
         return StepOnMean(wrapped, reducer, machine_for(spec, reducer), reducer.mean)
     if spec.local is not None:

@@ -34,7 +34,7 @@ from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.reducer import GradientMean, GroupValues
-from polytempo.reducer.round_exchange import RoundExchange, RoundOutcome, deadline_of
+from polytempo.reducer.round_exchange import RoundExchange
 from polytempo.reducer.round_sums import EndedRound
 from polytempo.sync.directives import NextDeadline
 from polytempo.train.broadcast_state import load_in_place
@@ -80,34 +80,28 @@ class PeerRounds(RoundExchange):
         super().__init__(reducer)
         self._wrapped, self._rank = wrapped, reducer.session.rank
         self._installing = threading.Lock()  # values and optimizer state are changed, or copied
-        self._pending: list[RoundMean | HandedState] = []  # what `install` has yet to apply
+        self.pending: list[RoundMean | HandedState] = []  #: what `install` has yet to apply
         self._free: list[GradientMean] = []
         self._touched = ""  # a parameter that the script has written to, which the next round compares
         reducer.given_up = lambda: self.given_up
 
     @property
     def has_room(self) -> bool:
-        return len(self._pending) < KEPT
-
-    def first(self) -> RoundOutcome:
-        return RoundOutcome(self.reducer.step, deadline_of(self.reducer), None)
+        return len(self.pending) < KEPT
 
     def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
         return self.reducer.new_buffer(), self.reducer.new_buffer()
 
     # In the communication thread.
 
-    def exchange(
-        self, total: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int]
-    ) -> RoundOutcome:
+    def exchange(self, total: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int]) -> None:
         began, watch, busy = time.perf_counter(), self.reducer.copier.watch, measures.busy
         if not busy:
             self.reducer.touched, watch.touched, self._touched = watch.touched or self._touched, "", ""
         while True:
             self.reducer.push(total, hyper, measures, absent)
-            starts = deadline_of(self.reducer)
             try:
-                content = self._end(starts, busy)
+                self._end(busy)
                 break
             except (
                 MissedRound
@@ -115,11 +109,11 @@ class PeerRounds(RoundExchange):
                 total, measures, absent = None, no_steps(), ()
                 measures.busy = busy
         self.reducer.took(time.perf_counter() - began)
-        return RoundOutcome(self.reducer.step, starts, self.reducer.answer.closed, content)
 
-    def _end(self, starts: NextDeadline, busy: bool) -> RoundMean | HandedState | None:
-        """A round has ended: its mean, or what this worker gets to catch up."""
-        closed, behind = self.reducer.last_round, starts.catching_up
+    def _end(self, busy: bool) -> None:
+        """A round has ended: make its mean, or take what this worker gets to catch up."""
+        closed, starts = self.reducer.last_round, self.reducer.directive
+        behind = starts.catching_up if isinstance(starts, NextDeadline) else ()
         if self._rank not in (*closed.ranks, *behind):
             raise PeerError(
                 f"rank {self._rank} has not heard how its round ended, and the last was made by ranks {closed.ranks} "
@@ -134,10 +128,9 @@ class PeerRounds(RoundExchange):
             raise
         if content is not None:
             with self._installing:
-                self._pending.append(content)
+                self.pending.append(content)
         if others:
             self._hand_over(self._snapshot(), others)
-        return content
 
     def _mean(self, closed: EndedRound, busy: bool) -> RoundMean | None:
         """The mean of the round; None where no worker had a sample."""
@@ -172,7 +165,7 @@ class PeerRounds(RoundExchange):
     def _snapshot(self) -> dict[str, Any]:
         """This rank's values, optimizer state and the means to apply to them, as they are now."""
         with self._installing:
-            handed, means = _newest(self._pending)
+            handed, means = _newest(self.pending)
             if handed is None:
                 values = [param.detach().cpu().clone() for param in self._wrapped.params]
                 handed = HandedState(values, _copied(self._wrapped.optimizer.state_dict()["state"]), [])
@@ -214,23 +207,19 @@ class PeerRounds(RoundExchange):
 
     # In the script's thread.
 
-    def install(self, results: Sequence[RoundOutcome]) -> None:
-        contents = [result.content for result in results if result.content is not None]
+    def install(self) -> None:
         with self._installing, torch.no_grad():
-            handed, means = _newest(contents)
+            handed, means = _newest(self.pending)
             if handed is not None:
-                self._load(handed)
-            for mean in (*handed.means, *means) if handed is not None else means:
+                optimizer, means = self._wrapped.optimizer, [*handed.means, *means]
+                self.reducer.copier.write(handed.values)
+                load_in_place(optimizer, {"state": handed.state, "param_groups": optimizer.state_dict()["param_groups"]})
+            for mean in means:
                 self._apply(mean)
-            self._free += [mean.gradient for content in contents for mean in _means_of(content)]
-            self._pending = [content for content in self._pending if content not in contents]
+            for content in self.pending:
+                self._free += [mean.gradient for mean in (content.means if isinstance(content, HandedState) else [content])]
+            self.pending = []
         self.reducer.copier.watch.record()
-
-    def _load(self, handed: HandedState) -> None:
-        """Go on from another rank's state."""
-        optimizer = self._wrapped.optimizer
-        self.reducer.copier.write(handed.values)
-        load_in_place(optimizer, {"state": handed.state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def _apply(self, mean: RoundMean) -> None:
         wrapped = self._wrapped
@@ -256,10 +245,6 @@ def _newest(contents: Sequence[RoundMean | HandedState]) -> tuple[HandedState | 
         else:
             means.append(content)
     return handed, means
-
-
-def _means_of(content: RoundMean | HandedState) -> list[RoundMean]:
-    return content.means if isinstance(content, HandedState) else [content]
 
 
 @contextmanager
