@@ -23,7 +23,7 @@ from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Action, Release
-from polytempo.sync.events import Joined, Pushed
+from polytempo.sync.events import Joined, Measured, Pushed
 from polytempo.sync.machine import ABANDON, Computed, Orders, SendPush, TimeUp
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
@@ -158,7 +158,7 @@ class _Rounds:
             times = [max(work.ends) for work in works]
             for worker in sorted(range(len(works)), key=times.__getitem__):
                 _, count, work, computed = works[worker]
-                push = Pushed(worker, index, count, count=count, work=work, computed=computed)
+                push = Pushed(worker, index, count, (), count, Measured(None, None, work, computed))
                 self._hear(self.policy.handle(push, self.now + times[worker]))
             self.waited += sum(max(times) - time for time in times)
             self.samples += sum(work.batches for work in works)
