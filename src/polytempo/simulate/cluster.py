@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from polytempo.errors import ClusterError
-from polytempo.simulate.durations import Constant, Duration, as_duration, require
+from polytempo.simulate.durations import Constant, Duration, RateQuantity, SizeQuantity, TimeQuantity, as_duration, require
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Stall:
     """From `at` on a worker computes nothing for `seconds`."""
 
     worker: int
-    at: float
-    seconds: float
+    at: TimeQuantity
+    seconds: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Hiccup:
     """
 
     probability: float
-    seconds: float
+    seconds: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Arrival:
     """A worker joins at `at`: a new rank, or one that left or crashed before."""
 
     worker: int
-    at: float
+    at: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Departure:
     """From `at` on a worker finishes the step it is in, and leaves."""
 
     worker: int
-    at: float
+    at: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Crash:
     """A worker vanishes at `at`; the job notices `noticed_after` seconds later, or never (None)."""
 
     worker: int
-    at: float
-    noticed_after: float | None = 0.0
+    at: TimeQuantity
+    noticed_after: TimeQuantity | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Link:
         shared: Whether all workers share one medium.
     """
 
-    latency: float = 0.0
-    bandwidth: float | None = None  #: None: without limit
+    latency: TimeQuantity = 0.0
+    bandwidth: RateQuantity | None = None  #: None: without limit
     shared: bool = False
 
 
@@ -80,8 +80,8 @@ class Servers:
     """Parameter-server shards, each with a link of its own and a rate at which it applies updates."""
 
     shards: int = 1
-    bandwidth: float | None = None  #: of each shard's link; None: that of the workers' link
-    update_rate: float | None = None  #: bytes of updates a shard applies in a second; None: without limit
+    bandwidth: RateQuantity | None = None  #: of each shard's link; None: that of the workers' link
+    update_rate: RateQuantity | None = None  #: bytes of updates a shard applies in a second; None: without limit
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Hosts:
     """
 
     size: int
-    latency: float = 0.0
-    bandwidth: float | None = None
+    latency: TimeQuantity = 0.0
+    bandwidth: RateQuantity | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Cluster:
     step_times: Mapping[int, Duration | float] = field(default_factory=dict)  #: rank to a step time of its own
     batch: int = 32  #: samples a step
     batches: Mapping[int, int] = field(default_factory=dict)  #: rank to a batch of its own
-    fixed_time: float = 0.0  #: seconds of a (micro-)step whatever its samples, part of the step time
-    fixed_times: Mapping[int, float] = field(default_factory=dict)  #: rank to a fixed time of its own
+    fixed_time: TimeQuantity = 0.0  #: seconds of a (micro-)step whatever its samples, part of the step time
+    fixed_times: Mapping[int, TimeQuantity] = field(default_factory=dict)  #: rank to a fixed time of its own
     hiccup: Hiccup | None = None
     stalls: tuple[Stall, ...] = ()
     joins: tuple[Arrival, ...] = ()
@@ -146,8 +146,8 @@ class Cluster:
     links: Mapping[int, Link] = field(default_factory=dict)  #: rank to a link of its own
     servers: Servers = Servers()
     hosts: Hosts | None = None
-    reduce_rate: float | None = None  #: bytes a worker adds up in a second, in all-reduce; None: without limit
-    model_bytes: float = 0.0
+    reduce_rate: RateQuantity | None = None  #: bytes a worker adds up in a second, in all-reduce; None: without limit
+    model_bytes: SizeQuantity = 0.0
 
     def __post_init__(self) -> None:
         require(self.workers >= 1, f"expected at least 1 worker, got {self.workers}")

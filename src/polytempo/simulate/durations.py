@@ -9,9 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from polytempo.errors import ClusterError
+
+#: Numbers that a description may give with a unit (`description.py`).
+TimeQuantity = Annotated[float, "time"]
+SizeQuantity = Annotated[float, "size"]
+RateQuantity = Annotated[float, "rate"]
 
 
 class Duration(Protocol):
@@ -35,7 +40,7 @@ class Constant:
         seconds: Of every step.
     """
 
-    seconds: float
+    seconds: TimeQuantity
 
     def __post_init__(self) -> None:
         require(0 < self.seconds < math.inf, f"expected a step time above 0, got {self.seconds}")
@@ -53,7 +58,7 @@ class Lognormal:
         spread: The standard deviation over the mean.
     """
 
-    mean: float
+    mean: TimeQuantity
     spread: float
 
     def __post_init__(self) -> None:
@@ -70,8 +75,8 @@ class Lognormal:
 class Uniform:
     """Anything between `low` and `high`."""
 
-    low: float
-    high: float
+    low: TimeQuantity
+    high: TimeQuantity
 
     def __post_init__(self) -> None:
         require(0 < self.low <= self.high, f"expected 0 < low <= high, got {self.low} and {self.high}")
@@ -84,8 +89,8 @@ class Uniform:
 class Exponential:
     """At least `base` seconds, and an exponential rest that makes up the mean."""
 
-    mean: float
-    base: float = 0.0
+    mean: TimeQuantity
+    base: TimeQuantity = 0.0
 
     def __post_init__(self) -> None:
         require(0 <= self.base < self.mean, f"expected 0 <= base < mean, got {self.base} and {self.mean}")
@@ -99,7 +104,7 @@ class Exponential:
 class Trace:
     """Measured seconds, step by step; starts again at its end."""
 
-    seconds: tuple[float, ...]
+    seconds: tuple[TimeQuantity, ...]
 
     def __post_init__(self) -> None:
         require(bool(self.seconds) and min(self.seconds) > 0, "expected a trace of numbers above 0")
