@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from polytempo.errors import UsageError, nearest
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.collective_cost import ALGORITHMS, best_all_reduce
 from polytempo.simulate.engine import Engine
-from polytempo.simulate.links import make_route
+from polytempo.simulate.links import ALGORITHMS, best_all_reduce, make_route
 from polytempo.simulate.outcome import Budget, Outcome, sum_up
 from polytempo.summation import in_order
 from polytempo.sync.compatibility import Feature, check_features
