@@ -22,7 +22,6 @@ class MicroBatch(NamedTuple):
     samples: int
     places: tuple[EpochRange, ...] = ()  #: of the data, where there is any
     version: int = 0
-    seconds: float = 0.0
     late: bool = False  #: finished after the deadline of the round it was begun in, and counted in a later one
 
 

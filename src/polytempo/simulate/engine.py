@@ -18,33 +18,36 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import StuckError
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.durations import stretched
-from polytempo.simulate.freight import FragmentClock, Freight, Performs, freight_of
+from polytempo.simulate.freight import KINDS, FragmentClock, Freight, Performs
 from polytempo.simulate.links import Route
-from polytempo.simulate.outcome import Budget, BudgetUse
+from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
+from polytempo.sync import machine as machines
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.corrections import NOTHING
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.machine import (
-    ALL_ARRIVED,
-    ASKED,
-    COMPUTED,
-    DROPPED,
-    GO,
-    LEAVING,
-    PUSHES,
+    AddStep,
+    AllArrived,
     AskAgain,
+    Asked,
+    Begin,
     Compute,
+    Dropped,
     GoHome,
+    Install,
+    Leaving,
+    Mix,
     Orders,
-    Parted,
     Settle,
+    Snapshot,
+    StepHere,
 )
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec
@@ -63,13 +66,17 @@ ANY_LIFE, NOW = -1, -2
 PROGRESS_EVERY = (8192, 64)
 
 
+#: Made once, and compared by identity: most simulated steps have these.
+COMPUTED, GO, PUSHES = machines.COMPUTED, machines.GO, machines.PUSHES
+
+
 class NoModel:
     """A run without training: what is asked of a model does nothing."""
 
     length = 0
 
     def keep(self, *_: object) -> None:
-        """Nothing."""
+        pass
 
     drop = begin = end = snapshot = step = add_step = send = send_model = fetch = install = keep
     mix = forget = average = apply = lose = observe = close = keep
@@ -94,21 +101,24 @@ class Engine:
         self.now = 0.0
         self.cluster, self.spec, self.route = cluster, spec, route
         self.workers = [Worker(cluster, rank, seed) for rank in cluster.ranks()]
-        self.trainer = NoModel() if trainer is None else trainer
+        model = self.trainer = NoModel() if trainer is None else trainer
         self.updates = 0
         self.max_lead = 0
         self._trains, self._record, self._progress = trainer is not None, record, progress
         self._observe_every, self._figures = observe_every, figures
-        self._freight: Freight = freight_of(self, spec.machine(0))
-        self._budget = self._freight.budget(budget)
-        self._used = BudgetUse(self._budget)
-        self._counts = min(self._budget.steps, self._budget.samples) < math.inf
-        self._corrections = spec.corrections if self._freight.corrected else NOTHING
-        self.clocks = [self._clock(number) for number in range(spec.fragments)]
+        machine = spec.machine(0)
+        self._freight: Freight = KINDS[machine.brings](self, machine)
+        if self._freight.until_deadline:  # one in steps is one in samples: a step of other modes has a whole batch
+            budget = replace(budget, samples=min(budget.samples, budget.steps * cluster.batch), steps=math.inf)
+        self._budget = budget
+        self._used_steps, self._used_samples = 0, 0.0  # of it
+        self._counts = min(budget.steps, budget.samples) < math.inf
+        self._corrections = spec.corrections
+        self.clocks = [self._clock(number) for number in range(machine.parts)]
         self._first = self.clocks[0]
         # What most simulated steps are: gradients, without a network. They go a shorter way.
         self._instant = route is None and type(self._freight) is Freight
-        self._carries, self._overlaps = self._freight.carries, self._freight.overlaps
+        self._carries, self._overlaps = self._freight.carries, machine.overlaps
         self._reads = self._trains and self._freight.reads  # versions have readers
         self._heap: list[HeapEntry] = []
         self._order = 0
@@ -116,7 +126,7 @@ class Engine:
         self._ended = 0.0  # when the last life ended: alarms may ring later
         self._together = 0  # pushes of the last update
         self._answers: dict[Worker, Release] = {}  # to be sent: the last release of each
-        self._happens = self._computed  # made once: it is planned in each step
+        self._happens = self.computed  # made once: it is planned in each step
         self._acts: dict[type, Callable[[FragmentClock, Any, float], None]] = {
             Release: self._release,
             Apply: self._apply,
@@ -124,14 +134,20 @@ class Engine:
             Discard: self._drop,
             Refuse: self._drop,
             Admit: self._admit,
-            Wake: self._set_alarm,
+            Wake: lambda clock, wake, now: self.plan(wake.at, self._wake, self.workers[0], clock, life=ANY_LIFE),
         }
         self._performs: Performs = {
             Compute: lambda order, worker, now: self.compute(worker, now),
+            StepHere: lambda order, worker, now: model.step(worker.rank, order.number),
+            Begin: lambda order, worker, now: model.begin(worker.rank, order.empty),
+            Install: lambda order, worker, now: model.install(worker.rank, order.part),
+            Snapshot: lambda order, worker, now: model.snapshot(worker.rank),
+            AddStep: lambda order, worker, now: model.add_step(worker.rank),
+            Mix: lambda order, worker, now: model.mix(worker.rank, order.step, order.row, order.lost),
             AskAgain: self._ask_again,
             Settle: self._settle,
-            GoHome: self._go_home,
-            **self._freight.performs(),
+            GoHome: lambda order, worker, now: self.plan(now, self.leave, worker),
+            **self._freight.performs,
         }
 
     def _clock(self, number: int) -> FragmentClock:
@@ -164,7 +180,7 @@ class Engine:
                 self.trainer.drop(version)
             count += 1
             if progress and count % every == 0:
-                progress(self._budget.used(now, sum(w.steps for w in self.workers), self._used.samples, len(self.workers)))
+                progress(self._budget.used(now, sum(w.steps for w in self.workers), self._used_samples, len(self.workers)))
         self._finish()
 
     def _finish(self) -> None:
@@ -197,13 +213,14 @@ class Engine:
         for join in cluster.joins:
             self.plan(join.at, self._join, workers[join.worker], life=ANY_LIFE)
         for leave in cluster.leaves:
-            self.plan(leave.at, self._leave, workers[leave.worker], life=ANY_LIFE)
+            self.plan(leave.at, self.leave, workers[leave.worker], life=ANY_LIFE)
         for crash in cluster.crashes:
             self.plan(crash.at, self._crash, workers[crash.worker], crash, life=ANY_LIFE)
 
     # What happens to a worker, and the orders of its machine.
 
-    def _computed(self, now: float, worker: Worker, told: Orders | None, version: int) -> None:
+    def computed(self, now: float, worker: Worker, told: Orders | None, version: int) -> None:
+        """A step is done, or what was planned ahead; `told`: the orders that its machine has given then."""
         worker.busy = False
         worker.spent = now - worker.since
         machine = worker.machine
@@ -214,10 +231,11 @@ class Engine:
             return
         worker.since = now
         worker.reading = version
-        self._freight.computed(worker)
+        if told is None:
+            self._freight.computed(worker)
         self.obey(orders, worker, now)
         if worker.leaving:
-            self._leave(now, worker)
+            self.leave(now, worker)
 
     def obey(self, orders: Orders, worker: Worker, now: float) -> None:
         """Perform the orders of a worker's machine."""
@@ -230,6 +248,11 @@ class Engine:
 
     def compute(self, worker: Worker, now: float, seconds: float | None = None) -> None:
         """A worker is busy from now on: for this long, or for the time of its next step."""
+        self.go_on(worker, now)
+        self._work(worker, now, seconds)
+
+    def go_on(self, worker: Worker, now: float) -> None:
+        """A worker waits no longer, and reads the values that it holds."""
         self.trainer.keep(worker.weights)
         if self._overlaps and worker.held_since != NOT_HELD:
             worker.end_hold(now)
@@ -237,7 +260,6 @@ class Engine:
             worker.exchanged = now - worker.since - worker.held_for
             worker.communicating += worker.exchanged
             worker.held_for = 0.0
-        self._work(worker, now, seconds)
 
     def _work(self, worker: Worker, now: float, seconds: float | None = None) -> None:
         worker.busy = True
@@ -252,10 +274,6 @@ class Engine:
         self._order += 1
         heapq.heappush(self._heap, (end, self._order, self._happens, worker, worker.life, None, worker.weights))
 
-    def work_until(self, end: float, worker: Worker, orders: Orders, version: int) -> None:
-        """A worker is busy until then, and has these orders after that."""
-        self.plan(end, self._happens, worker, orders, version)
-
     def send(self, told: Any, worker: Worker, at: float, version: int) -> None:
         """A push leaves a worker: it reaches its policy now, or when it has passed the links."""
         if self.route is None:
@@ -269,10 +287,8 @@ class Engine:
         self._take_in(told, worker, now, version)
 
     def _take_in(self, told: Any, worker: Worker, now: float, version: int) -> None:
-        """A push has reached its policy."""
         clock, push = self._freight.event(told, worker, version)
         self._decide_on(clock, push, worker, now)
-        self._freight.arrived()
 
     def _decide_on(self, clock: FragmentClock, push: Pushed, worker: Worker, now: float) -> None:
         if self._record is None:
@@ -280,7 +296,7 @@ class Engine:
         else:
             self._feed(clock, push, now)
         if worker.leaving:
-            self._leave(now, worker)
+            self.leave(now, worker)
 
     def _answered(self, now: float, worker: Worker, told: tuple[FragmentClock, Release], version: int) -> None:
         self._forget_weights(worker)
@@ -294,14 +310,11 @@ class Engine:
 
     def _ask_again(self, order: AskAgain, worker: Worker, now: float) -> None:
         if worker.alive:
-            self.obey(worker.machine.handle(ASKED, now), worker, now)
+            self.obey(worker.machine.handle(Asked(), now), worker, now)
 
     def _settle(self, order: Settle, worker: Worker, now: float) -> None:
         if not worker.flying:
-            self.obey(worker.machine.handle(ALL_ARRIVED, now), worker, now)
-
-    def _go_home(self, order: GoHome, worker: Worker, now: float) -> None:
-        self.plan(now, self._leave, worker)
+            self.obey(worker.machine.handle(AllArrived(), now), worker, now)
 
     # Membership.
 
@@ -313,20 +326,15 @@ class Engine:
         worker.join(now, self.spec.machine(worker.rank, self._budget.steps_each))
         self._tell_all(Joined(worker.rank), now)
 
-    def _leave(self, now: float, worker: Worker, told: None = None, version: int = NO_WEIGHTS) -> None:
+    def leave(self, now: float, worker: Worker, told: None = None, version: int = NO_WEIGHTS) -> None:
+        """A worker is leaving, and has left if nothing of it is under way."""
         worker.leaving = True
         if not worker.alive:
             return
-        worker.machine.handle(LEAVING, now)
+        worker.machine.handle(Leaving(), now)
         if not worker.busy and not worker.flying and worker.machine.is_free:
             self._end_life(worker)
             self._tell_all(Left(worker.rank, "finished"), now)
-
-    def leave_if_free(self, now: float, worker: Worker) -> bool:
-        """Is a worker leaving? It does, if nothing of it is under way."""
-        if worker.leaving:
-            self._leave(now, worker)
-        return worker.leaving
 
     def _crash(self, now: float, worker: Worker, crash: Any, version: int) -> None:
         if not worker.alive:
@@ -339,12 +347,11 @@ class Engine:
         self._tell_all(Left(worker.rank, "lost"), now)
 
     def _end_life(self, worker: Worker) -> None:
-        self._freight.waste(worker)
+        self._freight.end_life(worker)
         self._forget_weights(worker)
         worker.end_life(self.now, self.route is not None)
         self._ended = self.now
         self.trainer.end(worker.rank, worker.machine.done)
-        self._freight.life_ended(worker)
 
     # The policies, and their actions.
 
@@ -352,9 +359,7 @@ class Engine:
         for clock in self.clocks:
             self._feed(clock, event, now)
         if isinstance(event, Left):
-            for rank in self._freight.askers_of(event.worker):
-                worker = self.workers[rank]
-                self.obey(worker.machine.handle(Parted(event.worker), now), worker, now)
+            self._freight.parted(event.worker, now)
 
     def _feed(self, clock: FragmentClock, event: Event, now: float) -> None:
         """Let a policy decide on an event, record it, and carry out the actions."""
@@ -366,7 +371,9 @@ class Engine:
 
     def _lines(self, clock: FragmentClock, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
         """The lines of an event, with what a worker of a live job would tell of its step, and of its actions."""
-        figures = self._freight.figures(self.workers[event.worker]) if self._figures and type(event) is Pushed else None
+        figures: RecordLine = {}
+        if self._figures and type(event) is Pushed and (worker := self.workers[event.worker]).spent:
+            figures = self._freight.figures(worker)
         if (line := event_line(event, now, figures)) is not None:
             yield line
         version = clock.version
@@ -396,15 +403,11 @@ class Engine:
     def _carry_out(self, clock: FragmentClock, actions: list[Action], now: float) -> None:
         for action in actions:
             self._acts[type(action)](clock, action, now)
-        if self._answers and self.route is not None:
-            self._answer(clock, self.route, now)
+        if self._answers:  # weights and permissions, in one message to each worker
+            arrivals = self._freight.arrivals(self._answers, now, self._together)
+            for (worker, release), at in zip(self._answers.items(), arrivals, strict=True):
+                self.plan(at, self._answered, worker, (clock, release), self._read(clock))
             self._answers.clear()
-
-    def _answer(self, clock: FragmentClock, route: Route, now: float) -> None:
-        """Send weights and permissions, in one message to each worker."""
-        arrivals = self._freight.arrivals(route, self._answers, now, self._together)
-        for (worker, release), at in zip(self._answers.items(), arrivals, strict=True):
-            self.plan(at, self._answered, worker, (clock, release), self._read(clock))
 
     def _release(self, clock: FragmentClock, release: Release, now: float) -> None:
         worker = self.workers[release.worker]
@@ -434,7 +437,7 @@ class Engine:
         worker = self.workers[hold.worker]
         if self._overlaps:  # it goes on; what it waits in the end is counted where it stops
             return
-        if worker.busy and self._freight.works_on:
+        if worker.busy and self._freight.until_deadline:
             worker.held = True
         elif worker.held_since == NOT_HELD:  # else it stays held, for another reason
             worker.held_since = now
@@ -444,9 +447,6 @@ class Engine:
         self._together = 0  # its first answer belongs to no update
         worker.machine.handle(admit, now, clock.number)
         self._freight.admitted(clock, worker, now)
-
-    def _set_alarm(self, clock: FragmentClock, wake: Wake, now: float) -> None:
-        self.plan(wake.at, self._wake, self.workers[0], clock, life=ANY_LIFE)
 
     def _wake(self, now: float, worker: Worker, clock: FragmentClock, version: int) -> None:
         if clock.policy.members or not self._overlaps:
@@ -477,14 +477,18 @@ class Engine:
         if self.route is not None:
             self.route.applied(now)
         if self._counts:
-            self._stopped = self._used.charge(steps, sum(push.samples for push in pushes), len(self.clocks))
+            parts = len(self.clocks)
+            self._used_steps += steps
+            self._used_samples += sum(push.samples for push in pushes) / parts
+            budget = self._budget
+            self._stopped = self._used_steps // parts >= budget.steps or self._used_samples >= budget.samples
 
     def _drop(self, clock: FragmentClock, action: Discard | Refuse, now: float) -> None:
         worker = self.workers[action.worker]
         worker.discarded += 1
         self._freight.dropped(clock, worker, action.step)
         if not self._corrections.gives(action.reason):  # a too stale push does not move its worker
-            worker.machine.handle(DROPPED, now)
+            worker.machine.handle(Dropped(), now)
         self.trainer.lose(worker.rank, action.step, worker.used)
 
     def _observe(self, now: float, worker: Worker, told: None, version: int) -> None:
@@ -496,14 +500,13 @@ class Engine:
 def deadlock_report(policy: Policy, workers: Sequence[Worker]) -> str:
     """All holds, and the crashed workers that are still members."""
     holds = policy.holds()
-    waits = "; ".join(_wait_text(hold) for hold in holds[:NAMED_AT_MOST]) or "no worker is held"
+    waits = []
+    for hold in holds[:NAMED_AT_MOST]:
+        others = hold.waiting_count - len(hold.waiting_for)
+        names = ", ".join(map(str, hold.waiting_for)) + (f" and {others} more" if others else "")
+        waits.append(f"worker {hold.worker} waits for {names} ({hold.reason})")
+    waiting = "; ".join(waits) or "no worker is held"
     more = f" and {len(holds) - NAMED_AT_MOST} more wait" if len(holds) > NAMED_AT_MOST else ""
     gone = [rank for rank in policy.members if not workers[rank].alive]
     crashed = f"; crashed and not noticed: {', '.join(map(str, gone[:NAMED_AT_MOST]))}" if gone else ""
-    return f"{waits}{more}{crashed}"
-
-
-def _wait_text(hold: Hold) -> str:
-    others = hold.waiting_count - len(hold.waiting_for)
-    names = ", ".join(map(str, hold.waiting_for)) + (f" and {others} more" if others else "")
-    return f"worker {hold.worker} waits for {names} ({hold.reason})"
+    return f"{waiting}{more}{crashed}"

@@ -1,4 +1,4 @@
-"""What pushes bring in virtual time: one small class for each kind (`machine.brings`), which the engine asks.
+"""What pushes bring in virtual time: a small class for each kind (`machine.brings`), which the engine asks.
 
     gradient   of a step: nothing is kept of a push but the version that it was computed on
     share      of the joint batch, as samples that are dealt
@@ -14,43 +14,36 @@ when a worker dies or the run ends is wasted. A push that has arrived counts, th
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.dealing import DealtSamples, MicroBatch
 from polytempo.simulate.durations import stretched
-from polytempo.simulate.links import PeerRoute, Route, ServerRoute
-from polytempo.simulate.outcome import Budget
+from polytempo.simulate.links import PeerRoute, ServerRoute
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.summation import in_order
 from polytempo.sync.actions import Action, Apply, Release
 from polytempo.sync.events import NOT_MEASURED, Event, Measured, Pushed
 from polytempo.sync.machine import (
-    FETCHED,
-    GO,
     Abandon,
-    AddStep,
     AnswerPartner,
     AskPartner,
-    Begin,
     Compute,
     Computed,
+    Fetched,
     Install,
-    Mix,
     Orders,
+    Parted,
     PushStep,
     Replied,
     Requested,
     RequestValues,
     SendModel,
     SendPush,
-    Snapshot,
     StartsAt,
-    StepHere,
     TimeUp,
     WorkerMachine,
 )
@@ -74,7 +67,7 @@ class Sent:
     samples: int
     seconds: float  #: that these took
     version: int  #: that they were computed on
-    content: Any = None  #: what the trainer has made, or the micro-batches
+    content: Any  #: what the trainer has made, or the micro-batches
 
 
 @dataclass(slots=True)
@@ -108,55 +101,45 @@ class Freight:
 
     carries = False  #: more than a gradient
     reads = True  #: workers hold versions of the servers' weights
-    corrected = True  #: staleness may be corrected
-    works_on = False  #: may a worker compute for one push while the policy holds it for another?
+    until_deadline = False  #: pushes hold what is done by then; the worker computes on while the policy holds it
     alarms_late = False  #: may alarms ring after the last worker has left?
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         self.engine, self.trainer = engine, engine.trainer
-        self.overlaps, self.measures, self.micro = machine.overlaps, machine.measures, machine.micro
+        self.performs: Performs = {PushStep: self._push_step}  #: the orders of this kind of machine alone
 
-    def budget(self, given: Budget) -> Budget:
-        """The budget of the run."""
-        return given
-
-    def performs(self) -> Performs:
-        """How the orders of this kind of machine are performed."""
-        return {PushStep: self._push}
-
-    def _push(self, order: PushStep, worker: Worker, now: float) -> None:
+    def _push_step(self, order: PushStep, worker: Worker, now: float) -> None:
         worker.messages += self.engine.route is not None
         self.engine.send(worker.machine.step - 1, worker, now, worker.reading)
 
     def computed(self, worker: Worker) -> None:
-        """A step was computed, and what follows is not ordered yet."""
+        """A step was computed, and what follows is not performed yet."""
 
     def event(self, told: Any, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
-        """The event of a push that has arrived."""
+        """What its policy hears of a push that has arrived."""
         worker.used = version
         return self.engine.clocks[0], Pushed(worker.rank, told, worker.batch)
 
-    def arrived(self) -> None:
-        """A policy has decided on a push."""
-
-    def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
-        """A release has reached its worker."""
-        worker.weights = version
-        self.engine.obey(worker.machine.handle(release, now, clock.number), worker, now)
-
-    def arrivals(self, route: Route, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
-        """When answers that are decided on now reach their workers."""
-        return route.answer([worker.rank for worker in answers], now, together)
-
-    def released(self, clock: FragmentClock, worker: Worker) -> None:
-        """A release was decided on."""
+    def figures(self, worker: Worker) -> RecordLine:
+        """What a worker of a live job would tell of its own time for the step that it has pushed."""
+        return {"computed": worker.spent, "exchanged": worker.exchanged}
 
     def admitted(self, clock: FragmentClock, worker: Worker, now: float) -> None:
         """A worker is a member of this clock from now on."""
 
-    def figures(self, worker: Worker) -> RecordLine | None:
-        """What a worker of a live job would tell of its own time for the step that it has pushed."""
-        return {"computed": worker.spent, "exchanged": worker.exchanged} if worker.spent else {}
+    def released(self, clock: FragmentClock, worker: Worker) -> None:
+        """A release was decided on."""
+
+    def arrivals(self, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+        """When answers that are decided on now reach their workers."""
+        assert self.engine.route is not None
+        return self.engine.route.answer([worker.rank for worker in answers], now, together)
+
+    def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
+        """A release has reached its worker."""
+        if self.reads:
+            worker.weights = version
+        self.engine.obey(worker.machine.handle(release, now, clock.number), worker, now)
 
     def applied(self, clock: FragmentClock, apply: Apply) -> int:
         """An update is made of pushes that bring more than gradients; the steps in them."""
@@ -166,60 +149,49 @@ class Freight:
         """A push is not applied."""
         worker.wasted += worker.spent
 
-    def askers_of(self, rank: int) -> Sequence[int]:
-        """The workers that wait for the reply of one that is gone."""
-        return ()
+    def parted(self, rank: int, now: float) -> None:
+        """A worker is gone, as the policies know now."""
 
-    def waste(self, worker: Worker) -> None:
-        """A life ends: what was computed and not delivered is lost."""
-
-    def life_ended(self, worker: Worker) -> None:
-        """It is over."""
+    def end_life(self, worker: Worker) -> None:
+        """What a worker has computed and not delivered is lost."""
 
     def close(self, alive: Sequence[Worker]) -> None:
         """The run is over."""
-        for worker in alive:
-            self.waste(worker)
 
 
 class Carried(Freight):
-    """What is common to pushes that bring more than a gradient."""
+    """Pushes that bring more than a gradient: micro-batches of samples that are dealt out, or what local steps have made."""
 
     carries = True
-    deals = False  #: samples are dealt out
-    by_step = False  #: is every (local) step in a push as stale as it?
+    deals = False  #: else every local step in a push is as stale as it
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
         self.samples = DealtSamples(self.trainer.length)
         for worker in engine.workers:
             worker.load(machine.parts, self.deals, machine.micro)
-
-    def performs(self) -> Performs:
-        return {
+        self.performs = {
             PushStep: lambda order, worker, now: self._send(SendPush(worker.machine.step - 1), worker, now),
             SendPush: self._send,
-            StepHere: lambda order, worker, now: self.trainer.step(worker.rank, order.number),
-            Begin: lambda order, worker, now: self.trainer.begin(worker.rank, order.empty),
-            Install: lambda order, worker, now: self.trainer.install(worker.rank, order.part),
         }
 
+    def computed(self, worker: Worker) -> None:
+        worker.cargo.seconds += worker.spent
+
     def _send(self, order: SendPush, worker: Worker, now: float) -> None:
-        sent = self.sent(order, worker)
+        sent = self.loaded(order, worker)
         if self.engine.route is not None:
             worker.messages += 1
             worker.cargo.flights.append(sent)
         self.engine.send(sent, worker, now, worker.reading)
 
-    def sent(self, order: SendPush, worker: Worker) -> Sent:
+    def loaded(self, order: SendPush, worker: Worker) -> Sent:
         """What this push brings."""
-        made_of, worker.cargo.made_of = worker.cargo.made_of, []
+        cargo = worker.cargo
+        seconds, cargo.seconds = cargo.seconds, 0
+        made_of, cargo.made_of = cargo.made_of, []
         samples = sum(batch.samples for batch in made_of)
-        return Sent(order.step, 0, order.count, samples, self.seconds(made_of, worker), worker.reading, made_of)
-
-    def seconds(self, made_of: list[MicroBatch], worker: Worker) -> float:
-        """That these micro-batches took."""
-        return worker.spent
+        return Sent(order.step, 0, order.count, samples, seconds, worker.reading, made_of)
 
     def event(self, told: Sent, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         clock, flights = self.engine.clocks[told.part], worker.cargo.flights
@@ -231,7 +203,7 @@ class Carried(Freight):
         return clock, push
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
-        """What its policy is told of a push."""
+        """The event of a push."""
         raise NotImplementedError
 
     def applied(self, clock: FragmentClock, apply: Apply) -> int:
@@ -241,23 +213,18 @@ class Carried(Freight):
             worker.cargo.merged += sent.count
             worker.cargo.applied += 1
             worker.steps = worker.cargo.merged // parts
-            worker.staleness_sum += stale * sent.count if self.by_step else stale
+            worker.staleness_sum += stale if self.deals else stale * sent.count
             worker.staleness_max = max(worker.staleness_max, stale)
             if self.deals:
                 worker.samples = (worker.samples or 0) + sent.samples
                 self.samples.finish(push.worker, sent.content)
-                self.count_late(worker, sent.content, clock.version)
+                for batch in late(sent.content):  # finished after their round: they are as stale as they are
+                    worker.staleness_sum += clock.version - batch.version
+                    worker.staleness_max = max(worker.staleness_max, clock.version - batch.version)
         self.trainer.apply(apply, [sent.version for sent in taken], [sent.content for sent in taken], clock.number)
         for sent in taken if self.deals else ():
             self.forget(sent.content)
         return sum(sent.count for sent in taken)
-
-    def count_late(self, worker: Worker, made_of: list[MicroBatch], version: int) -> None:
-        """Micro-batches that were finished after their round are as stale as they are."""
-        for batch in made_of:
-            if batch.late:
-                worker.staleness_sum += version - batch.version
-                worker.staleness_max = max(worker.staleness_max, version - batch.version)
 
     def dropped(self, clock: FragmentClock, worker: Worker, step: int) -> None:
         if (worker.rank, step) in clock.sent:
@@ -266,24 +233,27 @@ class Carried(Freight):
             if self.deals:
                 self.give_back(sent.content, worker.rank)
 
-    def give_back(self, made_of: Iterable[MicroBatch], rank: int) -> None:
-        """These are not used."""
-        made_of = list(made_of)
-        self.samples.give_back(rank, made_of)
-        self.forget(made_of)
-
-    def forget(self, made_of: Iterable[MicroBatch]) -> None:
-        """Late ones have read weights of their own, which they do not need any more."""
-        for batch in made_of:
-            if batch.late:
-                self.trainer.drop(batch.version)
-
-    def life_ended(self, worker: Worker) -> None:
+    def end_life(self, worker: Worker) -> None:
         if self.deals:
             cargo = worker.cargo
             self.give_back([*cargo.made_of, *(batch for sent in cargo.flights for batch in sent.content)], worker.rank)
             if cargo.unfinished is not None:
                 self.samples.give_back(worker.rank, [cargo.unfinished])
+
+    def give_back(self, made_of: Sequence[MicroBatch], rank: int) -> None:
+        """These are not used."""
+        self.samples.give_back(rank, made_of)
+        self.forget(made_of)
+
+    def forget(self, made_of: Sequence[MicroBatch]) -> None:
+        """Late ones have read weights of their own, which they do not need any more."""
+        for batch in late(made_of):
+            self.trainer.drop(batch.version)
+
+
+def late(made_of: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches that were finished after the deadline of the round they were begun in."""
+    return [batch for batch in made_of if batch.late]
 
 
 class SharesOfBatch(Carried):
@@ -295,10 +265,9 @@ class SharesOfBatch(Carried):
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
+        self._micro = machine.micro
         self._round, self._deal = -1, dict[int, list[MicroBatch]]()  # what is dealt out and not begun
-
-    def performs(self) -> Performs:
-        return {**super().performs(), Compute: self._compute}
+        self.performs[Compute] = self._compute
 
     def _compute(self, order: Compute, worker: Worker, now: float) -> None:
         step = worker.machine.step
@@ -312,40 +281,38 @@ class SharesOfBatch(Carried):
         """Cut the joint batch of a round; what workers that are gone have left of the one before is dealt out again."""
         for rank, share in self._deal.items():
             self.samples.give_back(rank, share)
-        micro, batch = self.micro, self.engine.cluster.batch
+        micro, batch = self._micro, self.engine.cluster.batch
         unit = max(1, batch // micro) if micro else 1
         wanted = unit * micro * len(weights) if micro else sum(self.engine.workers[rank].batch for rank, _ in weights)
         parts = cut(-(-self.samples.left(wanted) // unit), weights)
-        self._round, self._deal = step, {
-            rank: [self.samples.take(rank, unit if micro else count) for _ in range(count if micro else count > 0)]
-            for rank, count in parts.items()
-        }  # fmt: skip
+        self._round, self._deal = step, {}
+        for rank, count in parts.items():
+            sizes = [unit] * count if micro else [count] * (count > 0)
+            self._deal[rank] = [self.samples.take(rank, size) for size in sizes]
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
-        drawn, count = None if self.micro else (0, sent.step), len(sent.content)
+        drawn = None if self._micro else (0, sent.step)
         measured = Measured(None, None, sent.samples, sent.seconds, drawn)
-        return Pushed(worker.rank, sent.step, sent.samples, (), count, measured)
+        return Pushed(worker.rank, sent.step, sent.samples, (), len(sent.content), measured)
 
 
 class MicroBatches(Carried):
     """What a worker manages until a deadline; a step's time is that of `micro` micro-batches."""
 
-    deals = works_on = alarms_late = True
+    deals = until_deadline = alarms_late = True
 
-    def budget(self, given: Budget) -> Budget:
-        """One in steps is one in samples: a step of other modes has a whole batch."""
-        return replace(given, samples=min(given.samples, given.steps * self.engine.cluster.batch), steps=math.inf)
+    def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
+        super().__init__(engine, machine)
+        self.performs[Compute] = self._compute
 
-    def performs(self) -> Performs:
-        return {**super().performs(), Compute: self._compute}
-
-    def seconds(self, made_of: list[MicroBatch], worker: Worker) -> float:
-        return in_order(batch.seconds for batch in made_of)
+    def _begin(self, worker: Worker, now: float) -> None:
+        self.engine.go_on(worker, now)
+        worker.busy, worker.since, worker.exchanged = True, now, 0.0
 
     def _compute(self, order: Compute, worker: Worker, now: float) -> None:
         """The micro-batches until the push, or the one that is not done at the deadline."""
         self._begin(worker, now)
-        machine, cargo, version, at = worker.machine, worker.cargo, worker.weights, now
+        engine, machine, cargo, version, at = self.engine, worker.machine, worker.cargo, worker.weights, now
         while True:
             batch = self.samples.take(worker.rank, cargo.times.size, version)
             seconds = cargo.times.next(batch.samples)
@@ -353,22 +320,19 @@ class MicroBatches(Carried):
             if end > machine.ends_at:
                 cargo.unfinished, cargo.begun_at, cargo.until = batch, at, end
                 self.trainer.keep(version)
-                self.engine.plan(machine.ends_at, self._deadline, worker, machine.step, version)
-                self.engine.plan(end, self._late, worker, None, version)
+                engine.plan(machine.ends_at, self._deadline, worker, machine.step, version)
+                engine.plan(end, self._late, worker, None, version)
                 return
-            cargo.made_of.append(batch._replace(seconds=end - at))
+            self._done(batch, end - at, worker)
             orders = machine.handle(Computed(end - at), end)
-            if orders is not GO:
-                self.engine.work_until(end, worker, orders, version)
+            if not (orders and type(orders[0]) is Compute):
+                engine.plan(end, engine.computed, worker, orders, version)
                 return
             at = end
 
-    def _begin(self, worker: Worker, now: float) -> None:
-        self.trainer.keep(worker.weights)
-        if self.engine.route is not None:
-            worker.communicating += now - worker.since - worker.held_for
-            worker.held_for = 0.0
-        worker.busy, worker.since = True, now
+    def _done(self, batch: MicroBatch, seconds: float, worker: Worker) -> None:
+        worker.cargo.made_of.append(batch)
+        worker.cargo.seconds += seconds
 
     def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
         worker.weights, worked, machine = version, worker.busy, worker.machine
@@ -383,7 +347,7 @@ class MicroBatches(Carried):
         """A worker that has no time for another micro-batch pushes what it has, as one that has just finished."""
         if orders and type(orders[0]) is SendPush:
             self._begin(worker, now)
-            self.engine.work_until(now, worker, orders, worker.weights)
+            self.engine.plan(now, self.engine.computed, worker, orders, worker.weights)
         else:
             self.engine.obey(orders, worker, now)
 
@@ -395,18 +359,19 @@ class MicroBatches(Carried):
     def _late(self, now: float, worker: Worker, told: None, version: int) -> None:
         """The micro-batch that was not done at a deadline is done."""
         cargo = worker.cargo
-        late = cargo.unfinished._replace(seconds=now - cargo.begun_at, late=True)
+        batch, seconds = cargo.unfinished._replace(late=True), now - cargo.begun_at
         cargo.unfinished = None
-        orders = worker.machine.handle(Computed(late.seconds), now)
+        orders = worker.machine.handle(Computed(seconds), now)
         if orders and type(orders[0]) is Abandon:
             orders = orders[1:]
-            cargo.abandoned = late.samples, late.seconds
+            cargo.abandoned = batch.samples, seconds
             worker.wasted += now - worker.since
-            self.give_back([late], worker.rank)
+            self.give_back([batch], worker.rank)
         else:
-            cargo.made_of.append(late)
+            self._done(batch, seconds, worker)
         worker.busy, worker.since = False, now
-        if self.engine.leave_if_free(now, worker):
+        if worker.leaving:
+            self.engine.leave(now, worker)
             return
         self._go_on(orders, worker, now)
         if not worker.busy:
@@ -422,16 +387,11 @@ class SumsOfSteps(Carried):
     """The sum of the gradients of local steps. Pushes, requested values and first values have the model's bytes, permissions
     have none. A worker's own pushes, which its local steps stand for, do not make it stale."""
 
-    by_step = True
     reads = False
 
-    def performs(self) -> Performs:
-        return {**super().performs(), Compute: self._compute, Install: self._install, RequestValues: self._request}
-
-    def _compute(self, order: Compute, worker: Worker, now: float) -> None:
-        if worker.machine.begins_push:
-            worker.cargo.started = worker.weights
-        self.engine.compute(worker, now)
+    def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
+        super().__init__(engine, machine)
+        self.performs |= {Install: self._install, RequestValues: self._request}
 
     def _install(self, order: Install, worker: Worker, now: float) -> None:
         worker.weights = worker.cargo.fetched
@@ -446,15 +406,18 @@ class SumsOfSteps(Carried):
             self._fetched(now, worker, None, NO_WEIGHTS)
 
     def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
-        worker.machine.handle(FETCHED, now)
+        worker.machine.handle(Fetched(), now)
 
     def computed(self, worker: Worker) -> None:
-        worker.cargo.seconds += worker.spent
+        super().computed(worker)
+        if worker.cargo.started == NO_WEIGHTS:
+            worker.cargo.started = worker.reading
 
-    def sent(self, order: SendPush, worker: Worker) -> Sent:
-        seconds, worker.cargo.seconds = worker.cargo.seconds, 0.0
-        content, samples = self.trainer.send(worker.rank, 0), worker.batch * order.count
-        return Sent(order.step, 0, order.count, samples, seconds, worker.cargo.started, content)
+    def loaded(self, order: SendPush, worker: Worker) -> Sent:
+        cargo, samples = worker.cargo, worker.batch * order.count
+        seconds, cargo.seconds = cargo.seconds, 0
+        started, cargo.started = cargo.started, NO_WEIGHTS
+        return Sent(order.step, 0, order.count, samples, seconds, started, self.trainer.send(worker.rank, 0))
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         sent.version += worker.cargo.applied
@@ -465,10 +428,8 @@ class SumsOfSteps(Carried):
             worker.weights, worker.cargo.fresh = self.engine.updates, True
             self.trainer.begin(worker.rank)
 
-    def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
-        self.engine.obey(worker.machine.handle(release, now), worker, now)
-
-    def arrivals(self, route: Route, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+    def arrivals(self, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+        route = self.engine.route
         assert isinstance(route, ServerRoute)
         first = [worker for worker in answers if worker.cargo.fresh]
         weights = dict(zip(first, route.answer([one.rank for one in first], now, 1), strict=True)) if first else {}
@@ -480,17 +441,18 @@ class SumsOfSteps(Carried):
 class ValuesOfFragments(Carried):
     """Values of a fragment after a block of local steps: each worker has a model of its own."""
 
-    by_step = alarms_late = True
-    reads = corrected = False
+    alarms_late = True
+    reads = False
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
+        self._measures = machine.measures
         self._goes_on: bool = machine.goes_on  # type: ignore[attr-defined]
         self._starts: dict[int, int] = {}  # local steps at which each turn's block begins
 
     def computed(self, worker: Worker) -> None:
+        super().computed(worker)
         machine = worker.machine
-        worker.cargo.seconds += worker.spent
         if self._goes_on:
             worker.cargo.made = machine.step
         elif machine.at_turn:  # a block starts: a worker that joins at this turn takes part from here in its data
@@ -502,37 +464,36 @@ class ValuesOfFragments(Carried):
         made = worker.cargo.made if self._goes_on else self._starts.get(worker.machine.turn, 0)
         worker.machine.handle(StartsAt(made), now)
 
-    def sent(self, order: SendPush, worker: Worker) -> Sent:
-        cargo, part = worker.cargo, order.part
+    def loaded(self, order: SendPush, worker: Worker) -> Sent:
+        cargo, part, samples = worker.cargo, order.part, worker.batch * order.count
         seconds, cargo.sendings[part] = cargo.seconds - cargo.sendings[part], cargo.seconds
-        content, samples = self.trainer.send(worker.rank, part), worker.batch * order.count
+        content = self.trainer.send(worker.rank, part)
         return Sent(order.step, part, order.count, samples, seconds, cargo.bases[part], content)
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
-        block = sent.content
-        loss = block.loss if block is not None and "loss" in self.measures else None
-        lr = block.lr if block is not None and "lr" in self.measures else None
-        measured = NOT_MEASURED if loss is None and lr is None else Measured(loss, lr)
+        told = {name: getattr(sent.content, name) for name in self._measures if sent.content is not None}
+        measured = Measured(**told) if told else NOT_MEASURED
         return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, measured)
+
+    def figures(self, worker: Worker) -> RecordLine:
+        return {}
 
     def released(self, clock: FragmentClock, worker: Worker) -> None:
         self.trainer.fetch(worker.rank, clock.number)
 
     def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
         worker.cargo.bases[clock.number] = version
-        self.engine.obey(worker.machine.handle(release, now, clock.number), worker, now)
+        super().hear(clock, release, worker, now, version)
 
-    def figures(self, worker: Worker) -> RecordLine | None:
-        return None
-
-    def waste(self, worker: Worker) -> None:
+    def end_life(self, worker: Worker) -> None:
         cargo, parts = worker.cargo, len(self.engine.clocks)
         worker.wasted += in_order(cargo.seconds - sent for sent in cargo.sendings) / parts
         for sent in cargo.flights:
             worker.wasted += sent.seconds / parts
 
     def close(self, alive: Sequence[Worker]) -> None:
-        super().close(alive)
+        for worker in alive:
+            self.end_life(worker)
         for clock in self.engine.clocks:
             for (rank, _), waiting in clock.sent.items():
                 self.engine.workers[rank].wasted += in_order(sent.seconds for sent in waiting) / len(self.engine.clocks)
@@ -554,19 +515,11 @@ class ModelsOfWorkers(Freight):
         self._there: dict[int, dict[int, float]] = {}  # step: worker: when all values sent to it have come
         self._oldest = 0  # the first step of which that is not forgotten
         self._askers: dict[int, set[int]] = {}  # of each worker, those that wait for its reply
-
-    def performs(self) -> Performs:
-        trainer = self.trainer
-        return {
+        self.performs = {
             SendPush: self._tell,
             SendModel: self._send_model,
             AskPartner: self._ask,
             AnswerPartner: self._reply,
-            StepHere: lambda order, worker, now: trainer.step(worker.rank, order.number),
-            Begin: lambda order, worker, now: trainer.begin(worker.rank, order.empty),
-            Snapshot: lambda order, worker, now: trainer.snapshot(worker.rank),
-            AddStep: lambda order, worker, now: trainer.add_step(worker.rank),
-            Mix: lambda order, worker, now: trainer.mix(worker.rank, order.step, order.row, order.lost),
         }
 
     def _tell(self, order: SendPush, worker: Worker, now: float) -> None:
@@ -583,17 +536,15 @@ class ModelsOfWorkers(Freight):
         steps = int(push.samples > 0)
         self.engine.workers[push.worker].steps += steps
         self.trainer.apply(apply, [clock.version], (), 0)
-        return steps
-
-    def arrived(self) -> None:
-        """All members have mixed what was sent two steps before the slowest one's: it is forgotten."""
-        while self._there and self._oldest + 2 <= self.engine.clocks[0].policy.progress.slowest:
+        # All members have mixed what was sent two steps before the slowest one's.
+        while self._there and self._oldest + 2 <= clock.policy.progress.slowest:
             self._there.pop(self._oldest, None)
             self.trainer.forget(self._oldest)
             self._oldest += 1
+        return steps
 
-    def arrivals(self, route: Route, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
-        told = route.answer([worker.rank for worker in answers], now, 0)
+    def arrivals(self, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+        told = super().arrivals(answers, now, 0)
         there = (self._there.get(one.step - 1, {}).get(worker.rank, 0.0) for worker, one in answers.items())
         return [max(at, came) for at, came in zip(told, there, strict=True)]
 
@@ -610,7 +561,8 @@ class ModelsOfWorkers(Freight):
         partner = self.engine.workers[order.partner]
         self._askers.setdefault(partner.rank, set()).add(worker.rank)
         worker.messages += 1
-        self.engine.plan(self._route.send(worker.rank, [partner.rank], now)[1][0], self._asked, worker, order, partner.life)
+        _, (at,) = self._route.send(worker.rank, [partner.rank], now)
+        self.engine.plan(at, self._asked, worker, order, partner.life)
 
     def _asked(self, now: float, worker: Worker, ask: AskPartner, partner_life: int) -> None:
         """The request of a worker has reached its partner. The event is the asker's: if this dies, it meets a newer life."""
@@ -628,17 +580,19 @@ class ModelsOfWorkers(Freight):
         if order.averaged:
             self.trainer.average(asker.rank, partner.rank)
             partner.messages += 1
-            at = self._route.send(partner.rank, [asker.rank], now)[1][0]
+            _, (at,) = self._route.send(partner.rank, [asker.rank], now)
         self.engine.plan(at, self._replied, asker, Replied(partner.rank, order.step, order.averaged))
 
     def _replied(self, now: float, worker: Worker, reply: Replied, version: int) -> None:
         self._askers.get(reply.sender, set()).discard(worker.rank)
         self.engine.obey(worker.machine.handle(reply, now), worker, now)
 
-    def askers_of(self, rank: int) -> Sequence[int]:
-        return sorted(self._askers.pop(rank, ()))
+    def parted(self, rank: int, now: float) -> None:
+        for asker in sorted(self._askers.pop(rank, ())):
+            worker = self.engine.workers[asker]
+            self.engine.obey(worker.machine.handle(Parted(rank), now), worker, now)
 
-    def life_ended(self, worker: Worker) -> None:
+    def end_life(self, worker: Worker) -> None:
         for waiting in self._askers.values():
             waiting.discard(worker.rank)
 
@@ -651,8 +605,3 @@ KINDS: dict[str, type[Freight]] = {
     "values": ValuesOfFragments,
     "nothing": ModelsOfWorkers,
 }
-
-
-def freight_of(engine: Engine, machine: WorkerMachine) -> Freight:
-    """What the pushes of this kind of machine bring."""
-    return KINDS[machine.brings](engine, machine)

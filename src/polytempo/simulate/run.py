@@ -12,7 +12,7 @@ from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.engine import Engine
 from polytempo.simulate.links import ALGORITHMS, best_all_reduce, make_route
-from polytempo.simulate.outcome import Budget, Outcome, sum_up
+from polytempo.simulate.outcome import Budget, Outcome, WorkerOutcome
 from polytempo.summation import in_order
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec, parse_spec
@@ -82,7 +82,48 @@ def simulate_job(
         figures=figures,
     )
     engine.run()
-    return sum_up(engine.workers, spec.text, way, engine.now, engine.updates, engine.max_lead, part.model_bytes)
+    return _outcome_of(engine, way, part.model_bytes)
+
+
+def _outcome_of(engine: Engine, via: str, message_bytes: float) -> Outcome:
+    workers, seconds = engine.workers, engine.now
+    parts = tuple(
+        WorkerOutcome(
+            worker=worker.rank,
+            steps=worker.steps,
+            samples=worker.steps * worker.batch if worker.samples is None else worker.samples,
+            discarded=worker.discarded,
+            computing_s=worker.computing,
+            waiting_s=worker.waiting,
+            communicating_s=worker.communicating,
+            present_s=worker.present,
+            bytes_sent=worker.messages * message_bytes,
+            staleness_mean=worker.staleness_sum / max(worker.steps, 1),
+            staleness_max=worker.staleness_max,
+        )
+        for worker in workers
+    )
+    present = in_order(part.present_s for part in parts) or 1.0
+    steps = sum(part.steps for part in parts)
+    samples = sum(part.samples for part in parts)
+    return Outcome(
+        sync=engine.spec.text,
+        via=via,
+        seconds=seconds,
+        steps=steps,
+        samples=samples,
+        discarded=sum(part.discarded for part in parts),
+        updates=engine.updates,
+        samples_per_second=samples / seconds if seconds else 0.0,
+        efficiency=in_order(worker.computing - worker.wasted for worker in workers) / present,
+        waiting=in_order(part.waiting_s for part in parts) / present,
+        communicating=in_order(part.communicating_s for part in parts) / present,
+        staleness_mean=sum(worker.staleness_sum for worker in workers) / max(steps, 1),
+        staleness_max=max(part.staleness_max for part in parts),
+        max_lead=engine.max_lead,
+        workers=parts,
+        fragments=len(engine.clocks),
+    )
 
 
 def resolve_via(spec: Spec, via: str, cluster: Cluster) -> str:

@@ -114,7 +114,7 @@ class Worker:
         self.since = self.joined_at = now
         self.weights = NO_WEIGHTS
         if self.cargo is not None:
-            self.cargo = self.cargo.begin()
+            self.cargo = Cargo(self.cargo.parts, self.cargo.times, self.cargo.made, self.cargo.merged)
 
     def end_life(self, now: float, routed: bool) -> None:
         """End this life; its messages in flight are lost."""
@@ -157,11 +157,11 @@ class Cargo:
     merged: int = 0  #: steps in updates, times the number of fragments
     # In this life.
     flights: list[Any] = field(default_factory=list)
-    seconds: float = 0.0  #: that local steps took (downpour: since the last push)
-    sendings: list[float] = field(default_factory=list)  #: at the last sending of each fragment
-    bases: list[int] = field(default_factory=list)  #: the version of the values it last took of each
+    seconds: float = 0  #: that steps took; where pushes bring no values, since the last push
+    sendings: list[float] = field(init=False)  #: at the last sending of each fragment
+    bases: list[int] = field(init=False)  #: the version of the values it last took of each
     applied: int = 0  #: own pushes that were applied
-    started: int = 0  #: updates of others in the weights at the start of the next push, in downpour
+    started: int = NO_WEIGHTS  #: updates of others in the weights at the start of the next push, in downpour
     fetched: int = NO_WEIGHTS  #: and in those that were requested
     fresh: bool = False  #: are its first weights still to be sent?
     made_of: list[MicroBatch] = field(default_factory=list)  #: of samples that are dealt: the next push
@@ -170,35 +170,36 @@ class Cargo:
     until: float = 0.0  #: and when it is done
     abandoned: tuple[float, float] | None = None  #: work and seconds of one that was abandoned since the last push
 
-    def begin(self) -> Cargo:
-        """Of a new life: what was left of the one before is lost."""
-        sendings, bases = [0.0] * self.parts, [NO_WEIGHTS] * self.parts
-        return Cargo(self.parts, self.times, self.made, self.merged, sendings=sendings, bases=bases)
+    def __post_init__(self) -> None:
+        self.sendings, self.bases = [0.0] * self.parts, [NO_WEIGHTS] * self.parts
 
 
+@dataclass(slots=True, eq=False)
 class MicroBatchTimes:
     """The times of a worker's micro-batches, from those of its steps."""
 
-    __slots__ = ("_left", "_micro", "_stall", "_stall_at", "_step", "_worker", "size")
+    worker: Worker
+    micro: int
+    size: int = field(init=False)
+    left: int = 0  #: micro-batches of the present step
+    step: float = 0.0  #: seconds of the whole step
+    stall: float = 0.0  #: and of its stall
+    stall_at: int = 0
 
-    def __init__(self, worker: Worker, micro: int) -> None:
-        self.size = max(1, round(worker.batch / micro))
-        self._worker, self._micro = worker, micro
-        self._left = 0  # micro-batches of the present step
-        self._step = self._stall = 0.0  # seconds of the whole step, and of its stall
-        self._stall_at = 0
+    def __post_init__(self) -> None:
+        self.size = max(1, round(self.worker.batch / self.micro))
 
     def next(self, samples: int) -> float:
         """The seconds of the next one, which has this number of samples."""
-        worker = self._worker
-        if not self._left:
+        worker = self.worker
+        if not self.left:
             if not worker.step_times:
                 worker.draw()
-            self._left, self._step = self._micro, worker.step_times.pop()
-            self._stall = worker.hiccups.pop() if worker.hiccups else 0.0
-            if self._stall:
+            self.left, self.step = self.micro, worker.step_times.pop()
+            self.stall = worker.hiccups.pop() if worker.hiccups else 0.0
+            if self.stall:
                 number = worker.drawn - len(worker.step_times)
-                self._stall_at = Random(f"{worker.seed}/{worker.rank}/{number}/stall").randrange(self._micro)
-        self._left -= 1
-        seconds = worker.seconds_for(samples, self._step)
-        return seconds + self._stall if self._stall and self._left == self._stall_at else seconds
+                self.stall_at = Random(f"{worker.seed}/{worker.rank}/{number}/stall").randrange(self.micro)
+        self.left -= 1
+        seconds = worker.seconds_for(samples, self.step)
+        return seconds + self.stall if self.stall and self.left == self.stall_at else seconds
