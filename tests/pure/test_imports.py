@@ -231,11 +231,9 @@ PURE = (
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
 VIRTUAL = (
-    "simulate/datasets.py",
     "simulate/replicas.py",
     "simulate/virtual_model.py",
     "simulate/virtual_training.py",
-    "simulate/virtual_updates.py",
 )
 IMPURE = {
     "time",

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.datasets import Shards
 from polytempo.simulate.durations import Constant
+from polytempo.simulate.replicas import Shards
 from polytempo.simulate.virtual_training import TrainingRun, train_virtually
 
 BATCH = 4

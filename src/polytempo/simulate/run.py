@@ -26,7 +26,7 @@ VIAS = ("auto", "ps", "allreduce", *ALGORITHMS, "peers")
 
 def simulate_job(
     cluster: Cluster,
-    sync: str,
+    sync: str | Spec,
     *,
     via: str = "auto",
     seed: int = 0,
@@ -66,7 +66,7 @@ def simulate_job(
         simulate_job(Cluster(workers=8, slow={7: 3.0}), "ssp:3", steps=1000).efficiency
         ```
     """
-    spec = parse_spec(sync)
+    spec = parse_spec(sync) if isinstance(sync, str) else sync
     way = resolve_via(spec, via, cluster)
     part = replace(cluster, model_bytes=cluster.model_bytes / spec.fragments)  # a message holds a fragment
     engine = Engine(
