@@ -13,9 +13,8 @@ from polytempo.records.step_cost import step_costs
 from polytempo.records.step_figures import StepFigures, figures_of
 from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.report.straggler_report import best_mode, straggler_report
-from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.cluster import Cluster, Lognormal
 from polytempo.simulate.description import cluster_from
-from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
 
 FIXED, PER_SAMPLE, BATCH = 0.077, 0.0038, 32

@@ -14,11 +14,9 @@ from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.report.recorded_cluster import cluster_from_record
-from polytempo.simulate.cluster import Cluster, Crash, Hiccup, Hosts, Link, Stall
-from polytempo.simulate.dealing import DealtSamples, MicroBatch
-from polytempo.simulate.durations import Constant, Lognormal, Trace
+from polytempo.simulate.cluster import Cluster, Constant, Crash, Hiccup, Hosts, Link, Lognormal, Stall, Trace
 from polytempo.simulate.run import simulate_job
-from polytempo.simulate.worker import Worker
+from polytempo.simulate.worker import DealtSamples, MicroBatch, Worker
 from polytempo.sync.spec import parse_spec
 
 BOTH = ("bsp+balance", "anytime:auto")

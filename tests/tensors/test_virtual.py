@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link, Lognormal
 from polytempo.simulate.replicas import Shards
 from polytempo.simulate.virtual_model import VirtualModel, WeightHistory
 from polytempo.simulate.virtual_training import as_tensors, model_bytes, train_virtually

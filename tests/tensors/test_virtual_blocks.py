@@ -15,8 +15,7 @@ from polytempo.optim.fragments import cut
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link, Lognormal
 from polytempo.simulate.replicas import Shards
 from polytempo.simulate.virtual_training import TrainingRun, train_virtually
 from polytempo.sync.spec import parse_spec

@@ -11,8 +11,7 @@ import torch
 from scalar import SPEEDS, START, Downpour, gradients, train
 from torch import nn
 
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link, Lognormal
 from polytempo.simulate.replicas import Shards, SteppedReplica
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Stall
-from polytempo.simulate.dealing import MicroBatch
-from polytempo.simulate.durations import Lognormal, Trace
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Lognormal, Stall, Trace
 from polytempo.simulate.replicas import Shards
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
+from polytempo.simulate.worker import MicroBatch
 from polytempo.sync.actions import Apply
 from polytempo.sync.spec import parse_spec
 from polytempo.tasks import TensorPair, digits

@@ -48,9 +48,8 @@ from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.report.scaling import scaling as measure_scaling
 from polytempo.report.shortfall import short_of_bsp
 from polytempo.report.table import TextTable, comparison, scaling_table, trained_comparison, verdict
-from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
+from polytempo.simulate.cluster import Cluster, Constant, Hiccup, Hosts, Link, Lognormal
 from polytempo.simulate.description import Experiment, experiment_from
-from polytempo.simulate.durations import Constant, Lognormal
 from polytempo.simulate.outcome import Budget, Outcome, meta_of
 from polytempo.simulate.run import mean_step_time, resolve_via, simulate_job
 from polytempo.sync.spec import parse_spec

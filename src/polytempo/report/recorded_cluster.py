@@ -17,8 +17,7 @@ from polytempo.records.lines import MAIN, RecordLine, of_optimizer
 from polytempo.records.paces import LEAST_STEPS
 from polytempo.records.step_cost import WARM_UP, StepCost, step_costs
 from polytempo.records.step_figures import StepFigures, figures_of
-from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.durations import Trace
+from polytempo.simulate.cluster import Cluster, Link, Trace
 
 #: The shortest step of a recorded cluster, in seconds: a trace has no step of 0.
 SHORTEST = 1e-9

@@ -18,8 +18,7 @@ from typing import Any
 from polytempo.errors import PolytempoError
 from polytempo.records.paces import JobPaces, PacedStep, WorkerPace
 from polytempo.records.stragglers import Straggler
-from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.durations import Trace
+from polytempo.simulate.cluster import Cluster, Link, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.spec import Spec, compared, parse_spec

@@ -13,8 +13,7 @@ from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from polytempo.errors import ClusterError, nearest
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Constant, Duration, Exponential, Lognormal, TimeQuantity, Trace, Uniform
+from polytempo.simulate.cluster import Cluster, Constant, Duration, Exponential, Lognormal, TimeQuantity, Trace, Uniform
 from polytempo.units import parse_rate, parse_seconds, parse_size
 
 _DURATIONS = {"constant": Constant, "lognormal": Lognormal, "uniform": Uniform, "exponential": Exponential, "trace": Trace}

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import StuckError
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import stretched
+from polytempo.simulate.cluster import Cluster, stretched
 from polytempo.simulate.freight import KINDS, FragmentClock, Freight, Performs
 from polytempo.simulate.links import Route
 from polytempo.simulate.outcome import Budget
@@ -32,23 +31,7 @@ from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.sync import machine as machines
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
-from polytempo.sync.machine import (
-    AddStep,
-    AllArrived,
-    AskAgain,
-    Asked,
-    Begin,
-    Compute,
-    Dropped,
-    GoHome,
-    Install,
-    Leaving,
-    Mix,
-    Orders,
-    Settle,
-    Snapshot,
-    StepHere,
-)
+from polytempo.sync.machine import Orders
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec
 
@@ -137,16 +120,16 @@ class Engine:
             Wake: lambda clock, wake, now: self.plan(wake.at, self._wake, self.workers[0], clock, life=ANY_LIFE),
         }
         self._performs: Performs = {
-            Compute: lambda order, worker, now: self.compute(worker, now),
-            StepHere: lambda order, worker, now: model.step(worker.rank, order.number),
-            Begin: lambda order, worker, now: model.begin(worker.rank, order.empty),
-            Install: lambda order, worker, now: model.install(worker.rank, order.part),
-            Snapshot: lambda order, worker, now: model.snapshot(worker.rank),
-            AddStep: lambda order, worker, now: model.add_step(worker.rank),
-            Mix: lambda order, worker, now: model.mix(worker.rank, order.step, order.row, order.lost),
-            AskAgain: self._ask_again,
-            Settle: self._settle,
-            GoHome: lambda order, worker, now: self.plan(now, self.leave, worker),
+            machines.Compute: lambda order, worker, now: self.compute(worker, now),
+            machines.StepHere: lambda order, worker, now: model.step(worker.rank, order.number),
+            machines.Begin: lambda order, worker, now: model.begin(worker.rank, order.empty),
+            machines.Install: lambda order, worker, now: model.install(worker.rank, order.part),
+            machines.Snapshot: lambda order, worker, now: model.snapshot(worker.rank),
+            machines.AddStep: lambda order, worker, now: model.add_step(worker.rank),
+            machines.Mix: lambda order, worker, now: model.mix(worker.rank, order.step, order.row, order.lost),
+            machines.AskAgain: self._ask_again,
+            machines.Settle: self._settle,
+            machines.GoHome: lambda order, worker, now: self.plan(now, self.leave, worker),
             **self._freight.performs,
         }
 
@@ -227,7 +210,9 @@ class Engine:
         orders = machine.handle(COMPUTED, now) if told is None else told
         if orders is PUSHES and self._instant:
             worker.used = version
-            self._decide_on(self._first, Pushed(worker.rank, machine.step - 1, worker.batch), worker, now)
+            self._feed(self._first, Pushed(worker.rank, machine.step - 1, worker.batch), now)
+            if worker.leaving:
+                self.leave(now, worker)
             return
         worker.since = now
         worker.reading = version
@@ -276,25 +261,15 @@ class Engine:
 
     def send(self, told: Any, worker: Worker, at: float, version: int) -> None:
         """A push leaves a worker: it reaches its policy now, or when it has passed the links."""
-        if self.route is None:
-            self._take_in(told, worker, at, version)
-            return
         worker.flying += 1
-        self.plan(self.route.push(worker.rank, at), self._arrived, worker, told, version)
+        if self.route is None:
+            self._arrived(at, worker, told, version)
+        else:
+            self.plan(self.route.push(worker.rank, at), self._arrived, worker, told, version)
 
     def _arrived(self, now: float, worker: Worker, told: Any, version: int) -> None:
         worker.flying -= 1
-        self._take_in(told, worker, now, version)
-
-    def _take_in(self, told: Any, worker: Worker, now: float, version: int) -> None:
-        clock, push = self._freight.event(told, worker, version)
-        self._decide_on(clock, push, worker, now)
-
-    def _decide_on(self, clock: FragmentClock, push: Pushed, worker: Worker, now: float) -> None:
-        if self._record is None:
-            self._carry_out(clock, clock.decide(push, now), now)
-        else:
-            self._feed(clock, push, now)
+        self._feed(*self._freight.event(told, worker, version), now)
         if worker.leaving:
             self.leave(now, worker)
 
@@ -308,13 +283,13 @@ class Engine:
             self.trainer.drop(worker.weights)
             worker.weights = NO_WEIGHTS
 
-    def _ask_again(self, order: AskAgain, worker: Worker, now: float) -> None:
+    def _ask_again(self, order: machines.AskAgain, worker: Worker, now: float) -> None:
         if worker.alive:
-            self.obey(worker.machine.handle(Asked(), now), worker, now)
+            self.obey(worker.machine.handle(machines.Asked(), now), worker, now)
 
-    def _settle(self, order: Settle, worker: Worker, now: float) -> None:
+    def _settle(self, order: machines.Settle, worker: Worker, now: float) -> None:
         if not worker.flying:
-            self.obey(worker.machine.handle(AllArrived(), now), worker, now)
+            self.obey(worker.machine.handle(machines.AllArrived(), now), worker, now)
 
     # Membership.
 
@@ -331,7 +306,7 @@ class Engine:
         worker.leaving = True
         if not worker.alive:
             return
-        worker.machine.handle(Leaving(), now)
+        worker.machine.handle(machines.Leaving(), now)
         if not worker.busy and not worker.flying and worker.machine.is_free:
             self._end_life(worker)
             self._tell_all(Left(worker.rank, "finished"), now)
@@ -488,7 +463,7 @@ class Engine:
         worker.discarded += 1
         self._freight.dropped(clock, worker, action.step)
         if not self._corrections.gives(action.reason):  # a too stale push does not move its worker
-            worker.machine.handle(Dropped(), now)
+            worker.machine.handle(machines.Dropped(), now)
         self.trainer.lose(worker.rank, action.step, worker.used)
 
     def _observe(self, now: float, worker: Worker, told: None, version: int) -> None:

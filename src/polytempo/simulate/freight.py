@@ -20,33 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from polytempo.records.lines import RecordLine
-from polytempo.simulate.dealing import DealtSamples, MicroBatch
-from polytempo.simulate.durations import stretched
+from polytempo.simulate.cluster import stretched
 from polytempo.simulate.links import PeerRoute, ServerRoute
-from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
+from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, DealtSamples, MicroBatch, Worker
 from polytempo.summation import in_order
+from polytempo.sync import machine as machines
 from polytempo.sync.actions import Action, Apply, Release
 from polytempo.sync.events import NOT_MEASURED, Event, Measured, Pushed
-from polytempo.sync.machine import (
-    Abandon,
-    AnswerPartner,
-    AskPartner,
-    Compute,
-    Computed,
-    Fetched,
-    Install,
-    Orders,
-    Parted,
-    PushStep,
-    Replied,
-    Requested,
-    RequestValues,
-    SendModel,
-    SendPush,
-    StartsAt,
-    TimeUp,
-    WorkerMachine,
-)
+from polytempo.sync.machine import Orders, WorkerMachine
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import cut
 
@@ -106,9 +87,9 @@ class Freight:
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         self.engine, self.trainer = engine, engine.trainer
-        self.performs: Performs = {PushStep: self._push_step}  #: the orders of this kind of machine alone
+        self.performs: Performs = {machines.PushStep: self._push_step}  #: the orders of this kind of machine alone
 
-    def _push_step(self, order: PushStep, worker: Worker, now: float) -> None:
+    def _push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
         worker.messages += self.engine.route is not None
         self.engine.send(worker.machine.step - 1, worker, now, worker.reading)
 
@@ -164,6 +145,7 @@ class Carried(Freight):
 
     carries = True
     deals = False  #: else every local step in a push is as stale as it
+    by_part = False  #: seconds, and the version of what is held, are those of each fragment
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
@@ -171,27 +153,40 @@ class Carried(Freight):
         for worker in engine.workers:
             worker.load(machine.parts, self.deals, machine.micro)
         self.performs = {
-            PushStep: lambda order, worker, now: self._send(SendPush(worker.machine.step - 1), worker, now),
-            SendPush: self._send,
+            machines.PushStep: lambda order, worker, now: self._send(
+                machines.SendPush(worker.machine.step - 1), worker, now
+            ),
+            machines.SendPush: self._send,
         }
 
     def computed(self, worker: Worker) -> None:
-        worker.cargo.seconds += worker.spent
+        cargo = worker.cargo
+        cargo.seconds += worker.spent
+        if cargo.bases[0] == NO_WEIGHTS:
+            cargo.bases[0] = worker.reading
 
-    def _send(self, order: SendPush, worker: Worker, now: float) -> None:
-        sent = self.loaded(order, worker)
+    def _push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
+        self._send(machines.SendPush(worker.machine.step - 1), worker, now)
+
+    def _send(self, order: machines.SendPush, worker: Worker, now: float) -> None:
+        cargo, part = worker.cargo, order.part
+        seconds, version = cargo.seconds - cargo.sendings[part], cargo.bases[part]
+        if self.by_part:
+            cargo.sendings[part] = cargo.seconds
+        else:
+            cargo.seconds, cargo.bases[0] = 0, NO_WEIGHTS
+        if self.deals:
+            version = worker.reading
+            content, cargo.made_of = cargo.made_of, []
+            samples = sum(batch.samples for batch in content)
+        else:
+            content = self.trainer.send(worker.rank, part)
+            samples = worker.batch * order.count
+        sent = Sent(order.step, part, order.count, samples, seconds, version, content)
         if self.engine.route is not None:
             worker.messages += 1
-            worker.cargo.flights.append(sent)
+            cargo.flights.append(sent)
         self.engine.send(sent, worker, now, worker.reading)
-
-    def loaded(self, order: SendPush, worker: Worker) -> Sent:
-        """What this push brings."""
-        cargo = worker.cargo
-        seconds, cargo.seconds = cargo.seconds, 0
-        made_of, cargo.made_of = cargo.made_of, []
-        samples = sum(batch.samples for batch in made_of)
-        return Sent(order.step, 0, order.count, samples, seconds, worker.reading, made_of)
 
     def event(self, told: Sent, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         clock, flights = self.engine.clocks[told.part], worker.cargo.flights
@@ -267,9 +262,9 @@ class SharesOfBatch(Carried):
         super().__init__(engine, machine)
         self._micro = machine.micro
         self._round, self._deal = -1, dict[int, list[MicroBatch]]()  # what is dealt out and not begun
-        self.performs[Compute] = self._compute
+        self.performs[machines.Compute] = self._compute
 
-    def _compute(self, order: Compute, worker: Worker, now: float) -> None:
+    def _compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
         step = worker.machine.step
         if step != self._round:
             self._deal_out(step, order.weights)
@@ -303,13 +298,13 @@ class MicroBatches(Carried):
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
-        self.performs[Compute] = self._compute
+        self.performs[machines.Compute] = self._compute
 
     def _begin(self, worker: Worker, now: float) -> None:
         self.engine.go_on(worker, now)
         worker.busy, worker.since, worker.exchanged = True, now, 0.0
 
-    def _compute(self, order: Compute, worker: Worker, now: float) -> None:
+    def _compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
         """The micro-batches until the push, or the one that is not done at the deadline."""
         self._begin(worker, now)
         engine, machine, cargo, version, at = self.engine, worker.machine, worker.cargo, worker.weights, now
@@ -324,8 +319,8 @@ class MicroBatches(Carried):
                 engine.plan(end, self._late, worker, None, version)
                 return
             self._done(batch, end - at, worker)
-            orders = machine.handle(Computed(end - at), end)
-            if not (orders and type(orders[0]) is Compute):
+            orders = machine.handle(machines.Computed(end - at), end)
+            if not (orders and type(orders[0]) is machines.Compute):
                 engine.plan(end, engine.computed, worker, orders, version)
                 return
             at = end
@@ -345,7 +340,7 @@ class MicroBatches(Carried):
 
     def _go_on(self, orders: Orders, worker: Worker, now: float) -> None:
         """A worker that has no time for another micro-batch pushes what it has, as one that has just finished."""
-        if orders and type(orders[0]) is SendPush:
+        if orders and type(orders[0]) is machines.SendPush:
             self._begin(worker, now)
             self.engine.plan(now, self.engine.computed, worker, orders, worker.weights)
         else:
@@ -354,15 +349,15 @@ class MicroBatches(Carried):
     def _deadline(self, now: float, worker: Worker, step: int, version: int) -> None:
         """The communication thread pushes what was finished."""
         worker.reading, worker.since = version, max(worker.since, worker.cargo.begun_at)
-        self.engine.obey(worker.machine.handle(TimeUp(step), now), worker, now)
+        self.engine.obey(worker.machine.handle(machines.TimeUp(step), now), worker, now)
 
     def _late(self, now: float, worker: Worker, told: None, version: int) -> None:
         """The micro-batch that was not done at a deadline is done."""
         cargo = worker.cargo
         batch, seconds = cargo.unfinished._replace(late=True), now - cargo.begun_at
         cargo.unfinished = None
-        orders = worker.machine.handle(Computed(seconds), now)
-        if orders and type(orders[0]) is Abandon:
+        orders = worker.machine.handle(machines.Computed(seconds), now)
+        if orders and type(orders[0]) is machines.Abandon:
             orders = orders[1:]
             cargo.abandoned = batch.samples, seconds
             worker.wasted += now - worker.since
@@ -391,13 +386,13 @@ class SumsOfSteps(Carried):
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
-        self.performs |= {Install: self._install, RequestValues: self._request}
+        self.performs |= {machines.Install: self._install, machines.RequestValues: self._request}
 
-    def _install(self, order: Install, worker: Worker, now: float) -> None:
+    def _install(self, order: machines.Install, worker: Worker, now: float) -> None:
         worker.weights = worker.cargo.fetched
         self.trainer.install(worker.rank, order.part)
 
-    def _request(self, order: RequestValues, worker: Worker, now: float) -> None:
+    def _request(self, order: machines.RequestValues, worker: Worker, now: float) -> None:
         worker.cargo.fetched = self.engine.updates - worker.cargo.applied
         self.trainer.fetch(worker.rank, 0)
         if isinstance(self.engine.route, ServerRoute):
@@ -406,18 +401,7 @@ class SumsOfSteps(Carried):
             self._fetched(now, worker, None, NO_WEIGHTS)
 
     def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
-        worker.machine.handle(Fetched(), now)
-
-    def computed(self, worker: Worker) -> None:
-        super().computed(worker)
-        if worker.cargo.started == NO_WEIGHTS:
-            worker.cargo.started = worker.reading
-
-    def loaded(self, order: SendPush, worker: Worker) -> Sent:
-        cargo, samples = worker.cargo, worker.batch * order.count
-        seconds, cargo.seconds = cargo.seconds, 0
-        started, cargo.started = cargo.started, NO_WEIGHTS
-        return Sent(order.step, 0, order.count, samples, seconds, started, self.trainer.send(worker.rank, 0))
+        worker.machine.handle(machines.Fetched(), now)
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         sent.version += worker.cargo.applied
@@ -441,7 +425,7 @@ class SumsOfSteps(Carried):
 class ValuesOfFragments(Carried):
     """Values of a fragment after a block of local steps: each worker has a model of its own."""
 
-    alarms_late = True
+    alarms_late = by_part = True
     reads = False
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
@@ -462,13 +446,7 @@ class ValuesOfFragments(Carried):
         if not clock.number:
             self.trainer.begin(worker.rank)
         made = worker.cargo.made if self._goes_on else self._starts.get(worker.machine.turn, 0)
-        worker.machine.handle(StartsAt(made), now)
-
-    def loaded(self, order: SendPush, worker: Worker) -> Sent:
-        cargo, part, samples = worker.cargo, order.part, worker.batch * order.count
-        seconds, cargo.sendings[part] = cargo.seconds - cargo.sendings[part], cargo.seconds
-        content = self.trainer.send(worker.rank, part)
-        return Sent(order.step, part, order.count, samples, seconds, cargo.bases[part], content)
+        worker.machine.handle(machines.StartsAt(made), now)
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         told = {name: getattr(sent.content, name) for name in self._measures if sent.content is not None}
@@ -516,17 +494,17 @@ class ModelsOfWorkers(Freight):
         self._oldest = 0  # the first step of which that is not forgotten
         self._askers: dict[int, set[int]] = {}  # of each worker, those that wait for its reply
         self.performs = {
-            SendPush: self._tell,
-            SendModel: self._send_model,
-            AskPartner: self._ask,
-            AnswerPartner: self._reply,
+            machines.SendPush: self._tell,
+            machines.SendModel: self._send_model,
+            machines.AskPartner: self._ask,
+            machines.AnswerPartner: self._reply,
         }
 
-    def _tell(self, order: SendPush, worker: Worker, now: float) -> None:
+    def _tell(self, order: machines.SendPush, worker: Worker, now: float) -> None:
         at = max(now, worker.left_at) if order.count else now
         self.engine.send(order, worker, at, NO_WEIGHTS)
 
-    def event(self, told: SendPush, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
+    def event(self, told: machines.SendPush, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         worker.used = self.engine.updates
         return self.engine.clocks[0], Pushed(worker.rank, told.step, worker.batch if told.count else 0)
 
@@ -548,7 +526,7 @@ class ModelsOfWorkers(Freight):
         there = (self._there.get(one.step - 1, {}).get(worker.rank, 0.0) for worker, one in answers.items())
         return [max(at, came) for at, came in zip(told, there, strict=True)]
 
-    def _send_model(self, order: SendModel, worker: Worker, now: float) -> None:
+    def _send_model(self, order: machines.SendModel, worker: Worker, now: float) -> None:
         self.trainer.send_model(worker.rank, order.step)
         receivers = [other for other, _ in order.row.send]
         worker.messages += len(receivers)
@@ -557,40 +535,40 @@ class ModelsOfWorkers(Freight):
         for other, at in zip(receivers, arrivals, strict=True):
             there[other] = max(at, there.get(other, 0.0))
 
-    def _ask(self, order: AskPartner, worker: Worker, now: float) -> None:
+    def _ask(self, order: machines.AskPartner, worker: Worker, now: float) -> None:
         partner = self.engine.workers[order.partner]
         self._askers.setdefault(partner.rank, set()).add(worker.rank)
         worker.messages += 1
         _, (at,) = self._route.send(worker.rank, [partner.rank], now)
         self.engine.plan(at, self._asked, worker, order, partner.life)
 
-    def _asked(self, now: float, worker: Worker, ask: AskPartner, partner_life: int) -> None:
+    def _asked(self, now: float, worker: Worker, ask: machines.AskPartner, partner_life: int) -> None:
         """The request of a worker has reached its partner. The event is the asker's: if this dies, it meets a newer life."""
         if worker.rank not in self._askers.get(ask.partner, ()) or worker.machine.step != ask.step:
             return  # the wait has ended: the partner was lost
         partner = self.engine.workers[ask.partner]
         if partner.alive and partner.life == partner_life:
-            self.engine.obey(partner.machine.handle(Requested(worker.rank, ask.step), now), partner, now)
+            self.engine.obey(partner.machine.handle(machines.Requested(worker.rank, ask.step), now), partner, now)
         elif partner.alive or partner.rank not in self.engine.clocks[0].policy.members:
-            self._reply(AnswerPartner(worker.rank, ask.step, averaged=False), partner, now)
+            self._reply(machines.AnswerPartner(worker.rank, ask.step, averaged=False), partner, now)
 
-    def _reply(self, order: AnswerPartner, partner: Worker, now: float) -> None:
+    def _reply(self, order: machines.AnswerPartner, partner: Worker, now: float) -> None:
         asker = self.engine.workers[order.asker]
         at = self._route.push(asker.rank, now)
         if order.averaged:
             self.trainer.average(asker.rank, partner.rank)
             partner.messages += 1
             _, (at,) = self._route.send(partner.rank, [asker.rank], now)
-        self.engine.plan(at, self._replied, asker, Replied(partner.rank, order.step, order.averaged))
+        self.engine.plan(at, self._replied, asker, machines.Replied(partner.rank, order.step, order.averaged))
 
-    def _replied(self, now: float, worker: Worker, reply: Replied, version: int) -> None:
+    def _replied(self, now: float, worker: Worker, reply: machines.Replied, version: int) -> None:
         self._askers.get(reply.sender, set()).discard(worker.rank)
         self.engine.obey(worker.machine.handle(reply, now), worker, now)
 
     def parted(self, rank: int, now: float) -> None:
         for asker in sorted(self._askers.pop(rank, ())):
             worker = self.engine.workers[asker]
-            self.engine.obey(worker.machine.handle(Parted(rank), now), worker, now)
+            self.engine.obey(worker.machine.handle(machines.Parted(rank), now), worker, now)
 
     def end_life(self, worker: Worker) -> None:
         for waiting in self._askers.values():

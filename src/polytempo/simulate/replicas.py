@@ -23,7 +23,7 @@ from polytempo.errors import UsageError
 from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.weighted_sum import with_change
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, known_name
-from polytempo.simulate.dealing import EpochRange
+from polytempo.simulate.worker import EpochRange
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.momentum import LOOKAHEAD, MomentumForm, check_kept, form_of
 from polytempo.sync.spec import Spec

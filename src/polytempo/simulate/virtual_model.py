@@ -40,7 +40,6 @@ from polytempo.optim.gradient_divergence import GradientDivergence
 from polytempo.optim.norm_statistics import with_merged_buffers
 from polytempo.optim.outer_step import OuterRule, OuterStep
 from polytempo.optim.weighted_sum import weighted_sum, with_change
-from polytempo.simulate.dealing import MicroBatch
 from polytempo.simulate.replicas import (
     BlockReplica,
     FetchedValues,
@@ -58,6 +57,7 @@ from polytempo.simulate.replicas import (
     cloned,
     trainable,
 )
+from polytempo.simulate.worker import MicroBatch
 from polytempo.sync.actions import Apply
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import MeanStaleness

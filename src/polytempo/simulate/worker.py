@@ -1,20 +1,38 @@
-"""One simulated worker: its machine, its activity and its totals. It is one small object, for the engine's speed."""
+"""One simulated worker: its machine, its activity and its totals. It is one small object, for the engine's speed.
+
+Where a mode deals samples out, they are places in the orders of the epochs. Each epoch has a queue (`sync/sample_queue.py`).
+Places are taken from the first epoch that has any left, so what was given back of an epoch that has ended otherwise is taken
+before the next one goes on. What is taken at once is of one epoch: the last batch of an epoch may be short.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.dealing import MicroBatch
+from polytempo.sync.sample_queue import SampleQueue
 
 NOT_HELD = -1.0
 NO_WEIGHTS = -1
 
 #: The number of step times drawn at once.
 BLOCK = 64
+
+#: Epoch, and places in its order from start to stop, without stop.
+EpochRange = tuple[int, int, int]
+
+
+class MicroBatch(NamedTuple):
+    """Samples that a worker computes in one go, on one version of the weights."""
+
+    samples: int
+    places: tuple[EpochRange, ...] = ()  #: of the data, where there is any
+    version: int = 0
+    late: bool = False  #: finished after the deadline of the round it was begun in, and counted in a later one
 
 
 @dataclass(slots=True, eq=False)
@@ -159,10 +177,10 @@ class Cargo:
     flights: list[Any] = field(default_factory=list)
     seconds: float = 0  #: that steps took; where pushes bring no values, since the last push
     sendings: list[float] = field(init=False)  #: at the last sending of each fragment
-    bases: list[int] = field(init=False)  #: the version of the values it last took of each
+    #: The version of the values it last took of each; without fragments, of those at the first step of the next push.
+    bases: list[int] = field(init=False)
     applied: int = 0  #: own pushes that were applied
-    started: int = NO_WEIGHTS  #: updates of others in the weights at the start of the next push, in downpour
-    fetched: int = NO_WEIGHTS  #: and in those that were requested
+    fetched: int = NO_WEIGHTS  #: in downpour the updates of others in the weights that were requested
     fresh: bool = False  #: are its first weights still to be sent?
     made_of: list[MicroBatch] = field(default_factory=list)  #: of samples that are dealt: the next push
     unfinished: MicroBatch | None = None  #: the micro-batch that was not done at the deadline
@@ -171,7 +189,7 @@ class Cargo:
     abandoned: tuple[float, float] | None = None  #: work and seconds of one that was abandoned since the last push
 
     def __post_init__(self) -> None:
-        self.sendings, self.bases = [0.0] * self.parts, [NO_WEIGHTS] * self.parts
+        self.sendings, self.bases = [0] * self.parts, [NO_WEIGHTS] * self.parts
 
 
 @dataclass(slots=True, eq=False)
@@ -203,3 +221,49 @@ class MicroBatchTimes:
         self.left -= 1
         seconds = worker.seconds_for(samples, self.step)
         return seconds + self.stall if self.stall and self.left == self.stall_at else seconds
+
+
+class DealtSamples:
+    """The samples of a job, epoch after epoch. Without data only numbers of samples are dealt.
+
+    Args:
+        length: The number of training samples; 0 or None: no data.
+    """
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length or 0
+        self._queues: dict[int, SampleQueue] = {}
+        self._next = 0  # the epoch that is opened next
+
+    def left(self, wanted: int) -> int:
+        """How many of the wanted samples can be taken at once."""
+        return min(wanted, self._first()[1].left) if self._length else wanted
+
+    def take(self, worker: int, count: int, version: int = 0) -> MicroBatch:
+        """A micro-batch of this number of samples, or of as many as the epoch has left."""
+        if not self._length:
+            return MicroBatch(count, (), version)
+        epoch, queue = self._first()
+        places = tuple((epoch, start, stop) for start, stop in queue.take(worker, count))
+        return MicroBatch(sum(stop - start for _, start, stop in places), places, version)
+
+    def give_back(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
+        """These are not used: their places are dealt out again."""
+        for epoch, start, stop in (place for batch in made_of for place in batch.places):
+            self._queues[epoch].give_back(worker, [(start, stop)])
+
+    def finish(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
+        """An update was made of these."""
+        for epoch, start, stop in (place for batch in made_of for place in batch.places):
+            queue = self._queues[epoch]
+            queue.finish(worker, [(start, stop)])
+            if queue.is_done:
+                del self._queues[epoch]
+
+    def _first(self) -> tuple[int, SampleQueue]:
+        for epoch, queue in self._queues.items():
+            if not queue.is_empty:
+                return epoch, queue
+        queue = self._queues[self._next] = SampleQueue(self._length)
+        self._next += 1
+        return self._next - 1, queue

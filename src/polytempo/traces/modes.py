@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Trace
+from polytempo.simulate.cluster import Cluster, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Action, Release
 from polytempo.sync.events import Joined, Measured, Pushed
