@@ -225,7 +225,6 @@ PURE = (
     "traces/causes.py",
     "traces/job.py",
     "traces/modes.py",
-    "traces/resimulate.py",
     "traces/step_times.py",
     "transport/link_emulation.py",
 )

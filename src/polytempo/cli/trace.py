@@ -10,7 +10,7 @@ from polytempo.report.table import TextTable
 from polytempo.strategy.soundness import refusal
 from polytempo.sync.spec import parse_spec
 from polytempo.traces.analysis import TraceAnalysis, analyse
-from polytempo.traces.read import read_trace
+from polytempo.traces.operations import read_trace
 
 
 def analyse_file(

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from polytempo.traces.causes import CAUSES, SLOW, Factors, factors_of, what_if
-from polytempo.traces.job import JobTrace
+from polytempo.traces.job import JobTrace, ideal_seconds, job_seconds
 from polytempo.traces.modes import BY_COST, IN_ORDER, ModePrediction, predict
-from polytempo.traces.resimulate import ideal_seconds, job_seconds
 
 #: A cause is named, and a mode recommended, from this gain on.
 WORTH = 1.05

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median, median_low
 
-from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep
-from polytempo.traces.resimulate import job_seconds
+from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep, job_seconds
 
 #: Differences of slowness below this are noise.
 SAME = 0.05

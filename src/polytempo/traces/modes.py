@@ -23,12 +23,19 @@ from polytempo.simulate.cluster import Cluster, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Action, Release
 from polytempo.sync.events import Joined, Measured, Pushed
-from polytempo.sync.machine import ABANDON, Computed, Orders, SendPush, TimeUp
+from polytempo.sync.machine import Abandon, Computed, Orders, SendPush, TimeUp
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.traces.causes import Factors
-from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep
-from polytempo.traces.resimulate import joint_seconds, replica_ends, replica_seconds, step_seconds
+from polytempo.traces.job import (
+    BatchSeconds,
+    JobTrace,
+    RecordedStep,
+    joint_seconds,
+    replica_ends,
+    replica_seconds,
+    step_seconds,
+)
 
 #: Modes in virtual time run through the trace this often: what is under way at the end counts less.
 REPEATS = 4
@@ -213,7 +220,7 @@ class _Rounds:
     def _done(self, machine: Any, begun: float, end: float) -> tuple[Orders, float]:
         """A micro-batch is computed: what its replica does now, and the seconds that count."""
         orders = machine.handle(Computed(end - begun), end)
-        return orders, 0.0 if ABANDON in orders else end - begun
+        return orders, 0.0 if Abandon() in orders else end - begun
 
 
 def _in_virtual_time(job: JobTrace, spec: Spec, seed: int) -> ModePrediction:
