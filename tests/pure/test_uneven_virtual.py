@@ -142,7 +142,8 @@ def test_a_budget_in_steps_has_the_samples_of_other_modes() -> None:
 )
 def test_each_place_is_used_once_an_epoch(length: int, moves: list[tuple[int, int, bool]]) -> None:
     """Workers take, and then use what they took or give it back."""
-    dealer, used = DealtSamples(length), Counter[tuple[int, int]]()
+    dropped: list[int] = []
+    dealer, used = DealtSamples(length, dropped.append), Counter[tuple[int, int]]()
     held: dict[int, MicroBatch] = {}
     for worker, count, uses in moves:
         if worker not in held:
@@ -164,6 +165,10 @@ def test_each_place_is_used_once_an_epoch(length: int, moves: list[tuple[int, in
         used.update((epoch, place) for epoch, start, stop in batch.places for place in range(start, stop))
     assert set(used.values()) == {1}
     assert {(0, place) for place in range(length)} <= set(used)
+    assert not dropped
+    for end in (dealer.finish, dealer.give_back):
+        end(9, [dealer.take(9, 1, version=7)._replace(late=True)])
+    assert dropped == [7, 7]  # what a late one has read is not needed any more
 
 
 def test_constant_step_times_of_a_straggler_are_as_ever() -> None:

@@ -48,7 +48,6 @@ ANY_LIFE, NOW = -1, -2
 #: How many events pass between two calls of the progress function, in plain runs and beside training.
 PROGRESS_EVERY = (8192, 64)
 
-
 #: Made once, and compared by identity: most simulated steps have these.
 COMPUTED, GO, PUSHES = machines.COMPUTED, machines.GO, machines.PUSHES
 
@@ -120,10 +119,8 @@ class Engine:
             Wake: lambda clock, wake, now: self.plan(wake.at, self._wake, self.workers[0], clock, life=ANY_LIFE),
         }
         self._performs: Performs = {
-            machines.Compute: lambda order, worker, now: self.compute(worker, now),
             machines.StepHere: lambda order, worker, now: model.step(worker.rank, order.number),
             machines.Begin: lambda order, worker, now: model.begin(worker.rank, order.empty),
-            machines.Install: lambda order, worker, now: model.install(worker.rank, order.part),
             machines.Snapshot: lambda order, worker, now: model.snapshot(worker.rank),
             machines.AddStep: lambda order, worker, now: model.add_step(worker.rank),
             machines.Mix: lambda order, worker, now: model.mix(worker.rank, order.step, order.row, order.lost),
@@ -146,7 +143,12 @@ class Engine:
 
     def run(self) -> None:
         """Run to the end of the budget."""
-        self._plan_membership()
+        for worker in self.workers[: self.cluster.workers]:
+            self.plan(0.0, self._join, worker, life=ANY_LIFE)
+        changes = ((self._join, self.cluster.joins), (self.leave, self.cluster.leaves), (self._crash, self.cluster.crashes))
+        for change, moments in changes:
+            for moment in moments:
+                self.plan(moment.at, change, self.workers[moment.worker], moment, life=ANY_LIFE)
         if self._observe_every:
             self.plan(0.0, self._observe, self.workers[0], life=ANY_LIFE)
         heap, pop, limit, progress = self._heap, heapq.heappop, self._budget.seconds, self._progress
@@ -188,17 +190,6 @@ class Engine:
         self._order += 1
         life = worker.life if life == NOW else life
         heapq.heappush(self._heap, (at, self._order, happens, worker, life, told, version))
-
-    def _plan_membership(self) -> None:
-        cluster, workers = self.cluster, self.workers
-        for worker in workers[: cluster.workers]:
-            self.plan(0.0, self._join, worker, life=ANY_LIFE)
-        for join in cluster.joins:
-            self.plan(join.at, self._join, workers[join.worker], life=ANY_LIFE)
-        for leave in cluster.leaves:
-            self.plan(leave.at, self.leave, workers[leave.worker], life=ANY_LIFE)
-        for crash in cluster.crashes:
-            self.plan(crash.at, self._crash, workers[crash.worker], crash, life=ANY_LIFE)
 
     # What happens to a worker, and the orders of its machine.
 
@@ -293,7 +284,7 @@ class Engine:
 
     # Membership.
 
-    def _join(self, now: float, worker: Worker, told: None, version: int) -> None:
+    def _join(self, now: float, worker: Worker, told: object, version: int) -> None:
         if worker.alive:
             return
         if worker.rank in self._first.policy.members:  # its crash was not noticed before it came back
@@ -301,7 +292,7 @@ class Engine:
         worker.join(now, self.spec.machine(worker.rank, self._budget.steps_each))
         self._tell_all(Joined(worker.rank), now)
 
-    def leave(self, now: float, worker: Worker, told: None = None, version: int = NO_WEIGHTS) -> None:
+    def leave(self, now: float, worker: Worker, told: object = None, version: int = NO_WEIGHTS) -> None:
         """A worker is leaving, and has left if nothing of it is under way."""
         worker.leaving = True
         if not worker.alive:

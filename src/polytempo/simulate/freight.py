@@ -87,9 +87,13 @@ class Freight:
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         self.engine, self.trainer = engine, engine.trainer
-        self.performs: Performs = {machines.PushStep: self._push_step}  #: the orders of this kind of machine alone
+        #: The orders of this kind of machine alone.
+        self.performs: Performs = {machines.Compute: self.compute, machines.PushStep: self.push_step}
 
-    def _push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
+    def compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
+        self.engine.compute(worker, now)
+
+    def push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
         worker.messages += self.engine.route is not None
         self.engine.send(worker.machine.step - 1, worker, now, worker.reading)
 
@@ -149,14 +153,13 @@ class Carried(Freight):
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
-        self.samples = DealtSamples(self.trainer.length)
+        self.samples = DealtSamples(self.trainer.length, self.trainer.drop)
         for worker in engine.workers:
             worker.load(machine.parts, self.deals, machine.micro)
-        self.performs = {
-            machines.PushStep: lambda order, worker, now: self._send(
-                machines.SendPush(worker.machine.step - 1), worker, now
-            ),
+        self.performs |= {
             machines.SendPush: self._send,
+            machines.Install: self._install,
+            machines.RequestValues: self._request,
         }
 
     def computed(self, worker: Worker) -> None:
@@ -165,7 +168,7 @@ class Carried(Freight):
         if cargo.bases[0] == NO_WEIGHTS:
             cargo.bases[0] = worker.reading
 
-    def _push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
+    def push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
         self._send(machines.SendPush(worker.machine.step - 1), worker, now)
 
     def _send(self, order: machines.SendPush, worker: Worker, now: float) -> None:
@@ -187,6 +190,21 @@ class Carried(Freight):
             worker.messages += 1
             cargo.flights.append(sent)
         self.engine.send(sent, worker, now, worker.reading)
+
+    def _install(self, order: machines.Install, worker: Worker, now: float) -> None:
+        worker.weights = worker.cargo.fetched
+        self.trainer.install(worker.rank, order.part)
+
+    def _request(self, order: machines.RequestValues, worker: Worker, now: float) -> None:
+        worker.cargo.fetched = self.engine.updates - worker.cargo.applied
+        self.trainer.fetch(worker.rank, 0)
+        if isinstance(self.engine.route, ServerRoute):
+            self.engine.plan(self.engine.route.fetch(worker.rank, now), self._fetched, worker)
+        else:
+            self._fetched(now, worker, None, NO_WEIGHTS)
+
+    def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
+        worker.machine.handle(machines.Fetched(), now)
 
     def event(self, told: Sent, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         clock, flights = self.engine.clocks[told.part], worker.cargo.flights
@@ -212,13 +230,13 @@ class Carried(Freight):
             worker.staleness_max = max(worker.staleness_max, stale)
             if self.deals:
                 worker.samples = (worker.samples or 0) + sent.samples
-                self.samples.finish(push.worker, sent.content)
-                for batch in late(sent.content):  # finished after their round: they are as stale as they are
+                for batch in (batch for batch in sent.content if batch.late):  # they are as stale as they are
                     worker.staleness_sum += clock.version - batch.version
                     worker.staleness_max = max(worker.staleness_max, clock.version - batch.version)
         self.trainer.apply(apply, [sent.version for sent in taken], [sent.content for sent in taken], clock.number)
-        for sent in taken if self.deals else ():
-            self.forget(sent.content)
+        if self.deals:
+            for push, sent in zip(apply.pushes, taken, strict=True):
+                self.samples.finish(push.worker, sent.content)
         return sum(sent.count for sent in taken)
 
     def dropped(self, clock: FragmentClock, worker: Worker, step: int) -> None:
@@ -226,29 +244,13 @@ class Carried(Freight):
             sent = clock.take(worker.rank, step, newest=True)
             worker.wasted += sent.seconds / len(self.engine.clocks)
             if self.deals:
-                self.give_back(sent.content, worker.rank)
+                self.samples.give_back(worker.rank, sent.content)
 
     def end_life(self, worker: Worker) -> None:
         if self.deals:
             cargo = worker.cargo
-            self.give_back([*cargo.made_of, *(batch for sent in cargo.flights for batch in sent.content)], worker.rank)
-            if cargo.unfinished is not None:
-                self.samples.give_back(worker.rank, [cargo.unfinished])
-
-    def give_back(self, made_of: Sequence[MicroBatch], rank: int) -> None:
-        """These are not used."""
-        self.samples.give_back(rank, made_of)
-        self.forget(made_of)
-
-    def forget(self, made_of: Sequence[MicroBatch]) -> None:
-        """Late ones have read weights of their own, which they do not need any more."""
-        for batch in late(made_of):
-            self.trainer.drop(batch.version)
-
-
-def late(made_of: Iterable[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches that were finished after the deadline of the round they were begun in."""
-    return [batch for batch in made_of if batch.late]
+            for made_of in (cargo.made_of, *(sent.content for sent in cargo.flights), cargo.unfinished):
+                self.samples.give_back(worker.rank, made_of)
 
 
 class SharesOfBatch(Carried):
@@ -262,9 +264,8 @@ class SharesOfBatch(Carried):
         super().__init__(engine, machine)
         self._micro = machine.micro
         self._round, self._deal = -1, dict[int, list[MicroBatch]]()  # what is dealt out and not begun
-        self.performs[machines.Compute] = self._compute
 
-    def _compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
+    def compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
         step = worker.machine.step
         if step != self._round:
             self._deal_out(step, order.weights)
@@ -296,15 +297,11 @@ class MicroBatches(Carried):
 
     deals = until_deadline = alarms_late = True
 
-    def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
-        super().__init__(engine, machine)
-        self.performs[machines.Compute] = self._compute
-
     def _begin(self, worker: Worker, now: float) -> None:
         self.engine.go_on(worker, now)
         worker.busy, worker.since, worker.exchanged = True, now, 0.0
 
-    def _compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
+    def compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
         """The micro-batches until the push, or the one that is not done at the deadline."""
         self._begin(worker, now)
         engine, machine, cargo, version, at = self.engine, worker.machine, worker.cargo, worker.weights, now
@@ -313,7 +310,7 @@ class MicroBatches(Carried):
             seconds = cargo.times.next(batch.samples)
             end = stretched(at, seconds, worker.stalls) if worker.stalls else at + seconds
             if end > machine.ends_at:
-                cargo.unfinished, cargo.begun_at, cargo.until = batch, at, end
+                cargo.unfinished, cargo.begun_at, cargo.until = (batch,), at, end
                 self.trainer.keep(version)
                 engine.plan(machine.ends_at, self._deadline, worker, machine.step, version)
                 engine.plan(end, self._late, worker, None, version)
@@ -354,14 +351,14 @@ class MicroBatches(Carried):
     def _late(self, now: float, worker: Worker, told: None, version: int) -> None:
         """The micro-batch that was not done at a deadline is done."""
         cargo = worker.cargo
-        batch, seconds = cargo.unfinished._replace(late=True), now - cargo.begun_at
-        cargo.unfinished = None
+        (batch,), cargo.unfinished = cargo.unfinished, ()
+        batch, seconds = batch._replace(late=True), now - cargo.begun_at
         orders = worker.machine.handle(machines.Computed(seconds), now)
         if orders and type(orders[0]) is machines.Abandon:
             orders = orders[1:]
             cargo.abandoned = batch.samples, seconds
             worker.wasted += now - worker.since
-            self.give_back([batch], worker.rank)
+            self.samples.give_back(worker.rank, [batch])
         else:
             self._done(batch, seconds, worker)
         worker.busy, worker.since = False, now
@@ -383,25 +380,6 @@ class SumsOfSteps(Carried):
     have none. A worker's own pushes, which its local steps stand for, do not make it stale."""
 
     reads = False
-
-    def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
-        super().__init__(engine, machine)
-        self.performs |= {machines.Install: self._install, machines.RequestValues: self._request}
-
-    def _install(self, order: machines.Install, worker: Worker, now: float) -> None:
-        worker.weights = worker.cargo.fetched
-        self.trainer.install(worker.rank, order.part)
-
-    def _request(self, order: machines.RequestValues, worker: Worker, now: float) -> None:
-        worker.cargo.fetched = self.engine.updates - worker.cargo.applied
-        self.trainer.fetch(worker.rank, 0)
-        if isinstance(self.engine.route, ServerRoute):
-            self.engine.plan(self.engine.route.fetch(worker.rank, now), self._fetched, worker)
-        else:
-            self._fetched(now, worker, None, NO_WEIGHTS)
-
-    def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
-        worker.machine.handle(machines.Fetched(), now)
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         sent.version += worker.cargo.applied
@@ -493,7 +471,7 @@ class ModelsOfWorkers(Freight):
         self._there: dict[int, dict[int, float]] = {}  # step: worker: when all values sent to it have come
         self._oldest = 0  # the first step of which that is not forgotten
         self._askers: dict[int, set[int]] = {}  # of each worker, those that wait for its reply
-        self.performs = {
+        self.performs |= {
             machines.SendPush: self._tell,
             machines.SendModel: self._send_model,
             machines.AskPartner: self._ask,

@@ -8,7 +8,7 @@ before the next one goes on. What is taken at once is of one epoch: the last bat
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -183,7 +183,7 @@ class Cargo:
     fetched: int = NO_WEIGHTS  #: in downpour the updates of others in the weights that were requested
     fresh: bool = False  #: are its first weights still to be sent?
     made_of: list[MicroBatch] = field(default_factory=list)  #: of samples that are dealt: the next push
-    unfinished: MicroBatch | None = None  #: the micro-batch that was not done at the deadline
+    unfinished: tuple[MicroBatch, ...] = ()  #: the micro-batch that was not done at the deadline
     begun_at: float = 0.0  #: when that was begun
     until: float = 0.0  #: and when it is done
     abandoned: tuple[float, float] | None = None  #: work and seconds of one that was abandoned since the last push
@@ -227,11 +227,12 @@ class DealtSamples:
     """The samples of a job, epoch after epoch. Without data only numbers of samples are dealt.
 
     Args:
-        length: The number of training samples; 0 or None: no data.
+        length: The number of training samples; 0: no data.
+        drop: Called with the version that a late micro-batch has read, when it is not needed any more.
     """
 
-    def __init__(self, length: int | None) -> None:
-        self._length = length or 0
+    def __init__(self, length: int, drop: Callable[[int], object]) -> None:
+        self._length, self._drop = length, drop
         self._queues: dict[int, SampleQueue] = {}
         self._next = 0  # the epoch that is opened next
 
@@ -249,16 +250,22 @@ class DealtSamples:
 
     def give_back(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
         """These are not used: their places are dealt out again."""
-        for epoch, start, stop in (place for batch in made_of for place in batch.places):
+        for epoch, start, stop in self._places(made_of):
             self._queues[epoch].give_back(worker, [(start, stop)])
 
     def finish(self, worker: int, made_of: Iterable[MicroBatch]) -> None:
         """An update was made of these."""
-        for epoch, start, stop in (place for batch in made_of for place in batch.places):
+        for epoch, start, stop in self._places(made_of):
             queue = self._queues[epoch]
             queue.finish(worker, [(start, stop)])
             if queue.is_done:
                 del self._queues[epoch]
+
+    def _places(self, made_of: Iterable[MicroBatch]) -> Iterator[EpochRange]:
+        for batch in made_of:
+            if batch.late:
+                self._drop(batch.version)
+            yield from batch.places
 
     def _first(self) -> tuple[int, SampleQueue]:
         for epoch, queue in self._queues.items():
