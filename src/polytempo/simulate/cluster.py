@@ -303,11 +303,8 @@ class Cluster:
 
     def _check_ranks(self) -> None:
         known = self.ranks()
-        named: dict[str, list[int]] = {
-            f.name: _ranks_in(getattr(self, f.name)) for f in fields(self) if f.name not in ("workers", "joins")
-        }
-        for place, ranks in named.items():
-            for rank in ranks:
+        for place in (one.name for one in fields(self) if one.name != "joins"):
+            for rank in _ranks_in(getattr(self, place)):
                 require(rank in known, f"{place} names worker {rank}; the ranks are 0 to {known[-1]}")
         joining = [join.worker for join in self.joins]
         returning = {*_ranks_in(self.leaves), *_ranks_in(self.crashes)}

@@ -26,13 +26,13 @@ from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, DealtSamples, MicroB
 from polytempo.summation import in_order
 from polytempo.sync import machine as machines
 from polytempo.sync.actions import Action, Apply, Release
-from polytempo.sync.events import NOT_MEASURED, Event, Measured, Pushed
+from polytempo.sync.events import Event, Measured, Pushed
 from polytempo.sync.machine import Orders, WorkerMachine
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import cut
 
 if TYPE_CHECKING:
-    from polytempo.simulate.engine import Engine
+    from polytempo.simulate.run import Engine
 
 #: How each kind of order is performed.
 Performs = dict[type, Callable[[Any, Worker, float], None]]
@@ -124,7 +124,7 @@ class Freight:
         """A release has reached its worker."""
         if self.reads:
             worker.weights = version
-        self.engine.obey(worker.machine.handle(release, now, clock.number), worker, now)
+        self.engine.tell(release, worker, now, clock.number)
 
     def applied(self, clock: FragmentClock, apply: Apply) -> int:
         """An update is made of pushes that bring more than gradients; the steps in them."""
@@ -346,7 +346,7 @@ class MicroBatches(Carried):
     def _deadline(self, now: float, worker: Worker, step: int, version: int) -> None:
         """The communication thread pushes what was finished."""
         worker.reading, worker.since = version, max(worker.since, worker.cargo.begun_at)
-        self.engine.obey(worker.machine.handle(machines.TimeUp(step), now), worker, now)
+        self.engine.tell(machines.TimeUp(step), worker, now)
 
     def _late(self, now: float, worker: Worker, told: None, version: int) -> None:
         """The micro-batch that was not done at a deadline is done."""
@@ -413,7 +413,7 @@ class ValuesOfFragments(Carried):
         self._starts: dict[int, int] = {}  # local steps at which each turn's block begins
 
     def computed(self, worker: Worker) -> None:
-        super().computed(worker)
+        worker.cargo.seconds += worker.spent
         machine = worker.machine
         if self._goes_on:
             worker.cargo.made = machine.step
@@ -428,8 +428,7 @@ class ValuesOfFragments(Carried):
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         told = {name: getattr(sent.content, name) for name in self._measures if sent.content is not None}
-        measured = Measured(**told) if told else NOT_MEASURED
-        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, measured)
+        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, Measured(**told))
 
     def figures(self, worker: Worker) -> RecordLine:
         return {}
@@ -526,7 +525,7 @@ class ModelsOfWorkers(Freight):
             return  # the wait has ended: the partner was lost
         partner = self.engine.workers[ask.partner]
         if partner.alive and partner.life == partner_life:
-            self.engine.obey(partner.machine.handle(machines.Requested(worker.rank, ask.step), now), partner, now)
+            self.engine.tell(machines.Requested(worker.rank, ask.step), partner, now)
         elif partner.alive or partner.rank not in self.engine.clocks[0].policy.members:
             self._reply(machines.AnswerPartner(worker.rank, ask.step, averaged=False), partner, now)
 
@@ -541,12 +540,11 @@ class ModelsOfWorkers(Freight):
 
     def _replied(self, now: float, worker: Worker, reply: machines.Replied, version: int) -> None:
         self._askers.get(reply.sender, set()).discard(worker.rank)
-        self.engine.obey(worker.machine.handle(reply, now), worker, now)
+        self.engine.tell(reply, worker, now)
 
     def parted(self, rank: int, now: float) -> None:
         for asker in sorted(self._askers.pop(rank, ())):
-            worker = self.engine.workers[asker]
-            self.engine.obey(worker.machine.handle(machines.Parted(rank), now), worker, now)
+            self.engine.tell(machines.Parted(rank), self.engine.workers[asker], now)
 
     def end_life(self, worker: Worker) -> None:
         for waiting in self._askers.values():

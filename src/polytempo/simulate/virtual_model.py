@@ -58,12 +58,13 @@ from polytempo.simulate.replicas import (
     trainable,
 )
 from polytempo.simulate.worker import MicroBatch
+from polytempo.sync import momentum
 from polytempo.sync.actions import Apply
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.directives import Mixing
 from polytempo.sync.events import Pushed
-from polytempo.sync.momentum import BARE, MomentumForm
+from polytempo.sync.momentum import MomentumForm
 from polytempo.sync.spec import Spec
 from polytempo.tasks import TensorPair
 
@@ -174,7 +175,7 @@ class VirtualModel:
         if self._keeps_momentum:
             form = self._make_momentum().form
             for group in optimizer.param_groups if form is MomentumForm.GRADIENT else ():
-                group.update(BARE)
+                group.update(momentum.BARE)
         self._adds = form is MomentumForm.CHANGE  # what workers push is added as it is
         self._means: ValueUpdates | None = None
         self._make: Callable[..., Replica] = partial(Replica, make_optimizer=make_optimizer)

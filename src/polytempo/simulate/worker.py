@@ -108,13 +108,7 @@ class Worker:
         self.step_times.extend(reversed(times))
 
     def seconds_for(self, samples: int, step: float, count: int = 1) -> float:
-        """What part of a batch takes where a step of the whole batch takes `step` seconds.
-
-        Args:
-            samples: Of the part.
-            step: Seconds of a whole step, the fixed time among them.
-            count: (Micro-)steps that the part is computed in: each has the fixed time.
-        """
+        """What a part of a batch takes, in `count` (micro-)steps, where a step of the whole takes `step` seconds."""
         fixed = min(self.fixed, step)
         return count * fixed + (step - fixed) * samples / self.batch
 

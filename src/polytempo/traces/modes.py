@@ -160,7 +160,10 @@ class _Rounds:
         """As many rounds as steps are recorded."""
         works: list[_Work] = []
         for index, step in enumerate(self.job.steps):
-            works = self._batches(index) if self.brings == "batches" else self._shares(index)
+            if self.brings == "batches":
+                works = [self._until_push(index, replica, machine) for replica, machine in enumerate(self.machines)]
+            else:
+                works = self._shares(index)
             times = [max(work.ends) for work in works]
             for worker in sorted(range(len(works)), key=times.__getitem__):
                 _, count, work, computed = works[worker]
@@ -192,11 +195,8 @@ class _Rounds:
             works.append(_Work(ends, len(mine), work, max(ends)))
         return works
 
-    def _batches(self, index: int) -> list[_Work]:
-        """Every replica computes as many of its own micro-batches as its machine orders, and pushes."""
-        return [self._until_push(index, replica, machine) for replica, machine in enumerate(self.machines)]
-
     def _until_push(self, index: int, replica: int, machine: Any) -> _Work:
+        """A replica computes as many of its own micro-batches as its machine orders, and pushes."""
         sync, stages = self.job.steps[index].sync, self.job.stages
         begun, end = self.late.pop(replica, (self.now, self.now))
         computed = self._done(machine, begun, end)[1] if begun < end <= self.now else 0.0
