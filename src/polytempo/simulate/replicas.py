@@ -182,8 +182,8 @@ class SteppedReplica(Replica):
         super().__init__(values, make_optimizer)
         self.kept: deque[Gradient] = deque()  #: in order
         self.under_way: deque[int] = deque()  #: steps of each push
-        self._settled = self._forgotten = 0  # steps whose push was applied, or dropped; and those that are not kept any more
-        self._fetched: tuple[FetchedValues, int] | None = None  # and how many of its steps they contain
+        self._fetched: FetchedValues | None = None
+        self._settled = 0  # steps whose push was applied, or dropped, since these were requested: they lack them
         self._next = SentSteps([], values)  # the push that they are gathered for
 
     def step(self, gradient: Gradient, loss: torch.Tensor) -> None:
@@ -201,23 +201,23 @@ class SteppedReplica(Replica):
     def settle(self) -> None:
         """The oldest push under way was applied or dropped: a fetch in flight lacks it, later ones do not."""
         self._settled += self.under_way.popleft()
-        self._forget()
+        if self._fetched is None:
+            self._forget()
 
     def fetch(self, part: int, newest: FetchedValues) -> None:
-        self._fetched = newest, self._settled
+        self._fetched = newest
 
     def install(self, part: int) -> FetchedValues:
         assert self._fetched is not None
-        (fetched, _), self._fetched = self._fetched, None
+        fetched, self._fetched = self._fetched, None
         self.values = self._walk(fetched.values, self.kept)
         self._forget()
         return fetched
 
     def _forget(self) -> None:
-        needed = self._settled if self._fetched is None else self._fetched[1]
-        while self._forgotten < needed:
+        for _ in range(self._settled):
             self.kept.popleft()
-            self._forgotten += 1
+        self._settled = 0
 
 
 @dataclass

@@ -226,7 +226,6 @@ class Engine:
             self.obey(worker.machine.handle(event, now, part), worker, now)
 
     def obey(self, orders: Orders, worker: Worker, now: float) -> None:
-        """Perform the orders of a worker's machine."""
         for order in orders:
             self._performs[type(order)](order, worker, now)
         if not worker.busy and not worker.machine.computes:  # else the order to compute is still to come

@@ -80,11 +80,9 @@ class WeightHistory:
         self._readers: Counter[int] = Counter()
 
     def keep(self, version: int) -> None:
-        """One reader more."""
         self._readers[version] += 1
 
     def drop(self, version: int) -> None:
-        """One reader less."""
         self._readers[version] -= 1
         if self._readers[version] == 0:
             del self._readers[version]
@@ -123,7 +121,6 @@ class ValueUpdates:
         self.taken = list(self.newest)
 
     def merge(self, part: int, sent: Sequence[SentValues], weights: Sequence[float]) -> None:
-        """Move a fragment."""
         total, own = sum(weights), self._parameters[self.fragments[part]]
         if not total > 0:  # workers that finish have sent nothing new
             return

@@ -120,7 +120,6 @@ class Worker:
         return self.seconds_for(samples, self.step_times.pop(), count) + stall
 
     def join(self, now: float, machine: Any) -> None:
-        """Begin a life, with this machine."""
         self.life += 1
         self.machine, self.alive, self.leaving, self.held = machine, True, False, False
         self.since = self.joined_at = now
@@ -147,7 +146,6 @@ class Worker:
             self.communicating += now - self.since - self.held_for
 
     def end_hold(self, now: float) -> None:
-        """The policy does not hold it any more."""
         if self.held_since != NOT_HELD:
             self.held_for = now - self.held_since
             self.waiting += self.held_for
