@@ -117,13 +117,12 @@ def test_micro_batches_take_the_time_of_steps_and_have_their_stalls() -> None:
     cluster = Cluster(workers=1, batch=64, step_time=Lognormal(1.0, 0.3), hiccup=Hiccup(0.1, 10.0))
     whole, cut = Worker(cluster, 0, seed=5), Worker(cluster, 0, seed=5)
     cut.load(1, deals=True, micro=8)
-    times = cut.cargo.times
     stalled = Counter[int]()
     for _ in range(1000):
         if not whole.step_times:
             whole.draw()
         step = whole.step_times.pop()
-        parts = [times.next(times.size) for _ in range(8)]
+        parts = [cut.micro_batch_seconds(cut.unit) for _ in range(8)]
         assert sum(parts) == pytest.approx(step)
         stalled.update(place for place, part in enumerate(parts) if part > 10)
     assert sum(stalled.values()) == pytest.approx(100, abs=40)

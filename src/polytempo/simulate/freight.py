@@ -270,8 +270,11 @@ class SharesOfBatch(Carried):
         if step != self._round:
             self._deal_out(step, order.weights)
         share = worker.cargo.made_of = self._deal.pop(worker.rank, [])
-        samples = sum(batch.samples for batch in share)
-        self.engine.compute(worker, now, worker.share_seconds(samples, len(share)) if samples else 0.0)
+        seconds = 0.0
+        if samples := sum(batch.samples for batch in share):
+            step, stall = worker.next_step()  # a stall takes what it takes
+            seconds = worker.seconds_for(samples, step, len(share)) + stall
+        self.engine.compute(worker, now, seconds)
 
     def _deal_out(self, step: int, weights: tuple[tuple[int, float], ...]) -> None:
         """Cut the joint batch of a round; what workers that are gone have left of the one before is dealt out again."""
@@ -306,8 +309,8 @@ class MicroBatches(Carried):
         self._begin(worker, now)
         engine, machine, cargo, version, at = self.engine, worker.machine, worker.cargo, worker.weights, now
         while True:
-            batch = self.samples.take(worker.rank, cargo.times.size, version)
-            seconds = cargo.times.next(batch.samples)
+            batch = self.samples.take(worker.rank, worker.unit, version)
+            seconds = worker.micro_batch_seconds(batch.samples)
             end = stretched(at, seconds, worker.stalls) if worker.stalls else at + seconds
             if end > machine.ends_at:
                 cargo.unfinished, cargo.begun_at, cargo.until = (batch,), at, end

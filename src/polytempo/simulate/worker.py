@@ -48,6 +48,11 @@ class Worker:
     step_times: array[float] = field(default_factory=lambda: array("d"))  #: of the steps to come, the next one last
     hiccups: array[float] | None = None  #: their random stalls, where a mode wants these apart
     drawn: int = 0
+    micro: int = 0  #: micro-batches of a whole step, where it takes whole ones
+    unit: int = 0  #: samples of one
+    left: int = 0  #: of the present step, those to come
+    step: tuple[float, float] = (0.0, 0.0)  #: seconds of that, and of its stall
+    stall_at: int = 0
     # State.
     machine: Any = None  #: of its mode: the engine asks for what the machines of this mode have
     cargo: Any = None  #: a `Cargo`, where pushes bring more than the gradient of a step
@@ -87,9 +92,10 @@ class Worker:
 
     def load(self, parts: int, deals: bool, micro: int) -> None:
         """Its pushes bring more than the gradient of a step; `deals`: samples are dealt to it, in these micro-batches."""
-        self.cargo = Cargo(parts, MicroBatchTimes(self, micro) if deals and micro else None)
+        self.cargo = Cargo(parts)
         if deals:
             self.hiccups, self.samples = array("d"), 0
+            self.micro, self.unit = micro, max(1, round(self.batch / max(micro, 1)))
 
     def draw(self) -> None:
         """Draw the times of the next steps. Each block has a generator of its own: every mode has the same times."""
@@ -107,17 +113,28 @@ class Worker:
         self.drawn += BLOCK
         self.step_times.extend(reversed(times))
 
+    def next_step(self) -> tuple[float, float]:
+        """The seconds of the next step, and of its stall where a mode wants it apart."""
+        if not self.step_times:
+            self.draw()
+        return self.step_times.pop(), self.hiccups.pop() if self.hiccups else 0.0
+
     def seconds_for(self, samples: int, step: float, count: int = 1) -> float:
         """What a part of a batch takes, in `count` (micro-)steps, where a step of the whole takes `step` seconds."""
         fixed = min(self.fixed, step)
         return count * fixed + (step - fixed) * samples / self.batch
 
-    def share_seconds(self, samples: int, count: int) -> float:
-        """What a share of the joint batch takes, in this number of micro-batches; a stall takes what it takes."""
-        if not self.step_times:
-            self.draw()
-        stall = self.hiccups.pop() if self.hiccups else 0.0
-        return self.seconds_for(samples, self.step_times.pop(), count) + stall
+    def micro_batch_seconds(self, samples: int) -> float:
+        """What the next micro-batch takes, which has this number of samples; one of a step has its stall."""
+        if not self.left:
+            self.left, self.step = self.micro, self.next_step()
+            if self.step[1]:
+                number = self.drawn - len(self.step_times)
+                self.stall_at = Random(f"{self.seed}/{self.rank}/{number}/stall").randrange(self.micro)
+        self.left -= 1
+        step, stall = self.step
+        seconds = self.seconds_for(samples, step)
+        return seconds + stall if stall and self.left == self.stall_at else seconds
 
     def join(self, now: float, machine: Any) -> None:
         self.life += 1
@@ -125,7 +142,7 @@ class Worker:
         self.since = self.joined_at = now
         self.weights = NO_WEIGHTS
         if self.cargo is not None:
-            self.cargo = Cargo(self.cargo.parts, self.cargo.times, self.cargo.made, self.cargo.merged)
+            self.cargo = Cargo(self.cargo.parts, self.cargo.made, self.cargo.merged)
 
     def end_life(self, now: float, routed: bool) -> None:
         """End this life; its messages in flight are lost."""
@@ -162,7 +179,6 @@ class Cargo:
     """What the next push of a worker is made of, and what its pushes under way bring."""
 
     parts: int
-    times: MicroBatchTimes | None = None
     made: int = 0  #: local steps over all lives
     merged: int = 0  #: steps in updates, times the number of fragments
     # In this life.
@@ -182,37 +198,6 @@ class Cargo:
 
     def __post_init__(self) -> None:
         self.sendings, self.bases = [0] * self.parts, [NO_WEIGHTS] * self.parts
-
-
-@dataclass(slots=True, eq=False)
-class MicroBatchTimes:
-    """The times of a worker's micro-batches, from those of its steps."""
-
-    worker: Worker
-    micro: int
-    size: int = field(init=False)
-    left: int = 0  #: micro-batches of the present step
-    step: float = 0.0  #: seconds of the whole step
-    stall: float = 0.0  #: and of its stall
-    stall_at: int = 0
-
-    def __post_init__(self) -> None:
-        self.size = max(1, round(self.worker.batch / self.micro))
-
-    def next(self, samples: int) -> float:
-        """The seconds of the next one, which has this number of samples."""
-        worker = self.worker
-        if not self.left:
-            if not worker.step_times:
-                worker.draw()
-            self.left, self.step = self.micro, worker.step_times.pop()
-            self.stall = worker.hiccups.pop() if worker.hiccups else 0.0
-            if self.stall:
-                number = worker.drawn - len(worker.step_times)
-                self.stall_at = Random(f"{worker.seed}/{worker.rank}/{number}/stall").randrange(self.micro)
-        self.left -= 1
-        seconds = worker.seconds_for(samples, self.step)
-        return seconds + self.stall if self.stall and self.left == self.stall_at else seconds
 
 
 class DealtSamples:
