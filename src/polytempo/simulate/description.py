@@ -2,7 +2,7 @@
 
 It is plain data (a YAML or JSON file, already loaded), checked key by key: a mistake is one line that says where it is, what
 was expected and what was given; a misspelt key names the nearest one. (Checked by hand, because the simulator imports no
-third-party package.) Keys and their types are the fields of the classes in `cluster.py` and `durations.py`.
+third-party package.) Keys and their types are the fields of the classes in `cluster.py`.
 """
 
 from __future__ import annotations
