@@ -29,8 +29,7 @@ from measure import save
 from polytempo.optim.asup import AsuP
 from polytempo.optim.several_workers import norm_layers
 from polytempo.report.table import TextTable
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Cluster, Lognormal
 from polytempo.simulate.virtual_training import TrainingRun, accuracy, train_virtually
 from polytempo.tasks import digits
 from polytempo.train.evaluation_statistics import evaluation_statistics as recalibrated

@@ -48,7 +48,7 @@ from torch import nn
 from measure import fill_in, save
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.report.table import TextTable
-from polytempo.simulate.datasets import Shards
+from polytempo.simulate.replicas import Shards
 from polytempo.sync.momentum import RULES
 from polytempo.tasks import digits
 

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from asynchronous_live import run_live
-from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Cluster, Link, Lognormal
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.sync.mode import rate_of
 from polytempo.sync.spec import parse_spec

@@ -57,7 +57,7 @@ def plain_training(steps: int) -> int:
 
     import torch
 
-    from polytempo.simulate.datasets import Shards
+    from polytempo.simulate.replicas import Shards
     from polytempo.tasks import digits
 
     task = digits()

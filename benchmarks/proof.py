@@ -39,8 +39,7 @@ from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.report.table import TextTable
-from polytempo.simulate.cluster import Cluster, Hiccup
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Cluster, Hiccup, Lognormal
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 from prediction import predict

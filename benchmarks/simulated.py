@@ -10,8 +10,7 @@ from pathlib import Path
 from measure import Work, in_a_fresh_process, interleaved, save
 from peers import STEP, bare_heap, plain_training, simpy_ssp
 from polytempo.report.table import TextTable
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Cluster, Lognormal
 from polytempo.simulate.run import simulate_job
 
 OUT = Path("out/bench")
@@ -50,7 +49,7 @@ def scale(quick: bool) -> None:
     """10,000 workers x 1,000 steps under ssp:3, recording off, in a process of its own on one core."""
     steps = 50 if quick else 1_000
     code = (
-        "from polytempo.simulate.cluster import Cluster; from polytempo.simulate.durations import Lognormal\n"
+        "from polytempo.simulate.cluster import Cluster; from polytempo.simulate.cluster import Lognormal\n"
         "from polytempo.simulate.run import simulate_job\n"
         f"simulate_job(Cluster(workers=10_000, step_time=Lognormal{STEP}), 'ssp:3', steps_each={steps})"
     )

@@ -33,8 +33,7 @@ from rich.progress import track
 from measure import save
 from polytempo.records.lines import RecordLine
 from polytempo.report.table import TextTable
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Link, Servers
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Link, Lognormal, Servers
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_training import TrainingRun, accuracy, train_virtually

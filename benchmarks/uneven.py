@@ -138,7 +138,7 @@ def run(job: Job, folder: Path, whole: bool = False) -> Curve:
     """The accuracy of a run against virtual time, until the target is reached."""
     import torch
 
-    from polytempo.simulate.datasets import Shards
+    from polytempo.simulate.replicas import Shards
     from polytempo.simulate.run import simulate_job
     from polytempo.simulate.virtual_model import VirtualModel
     from polytempo.tasks import fashion_mnist_model

@@ -13,8 +13,7 @@ from typing import Any
 from polytempo.records.lines import RecordLine
 from polytempo.report.picture import CurveStyle, curve_styles
 from polytempo.report.table import TextTable
-from polytempo.simulate.cluster import Cluster, Hiccup, Link
-from polytempo.simulate.durations import Constant, Duration, Lognormal
+from polytempo.simulate.cluster import Cluster, Constant, Duration, Hiccup, Link, Lognormal
 from polytempo.simulate.run import simulate_job
 
 HERE = Path(__file__).parent

@@ -6,8 +6,20 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Servers, Stall
-from polytempo.simulate.durations import Constant, Duration, Exponential, Lognormal
+from polytempo.simulate.cluster import (
+    Arrival,
+    Cluster,
+    Constant,
+    Crash,
+    Departure,
+    Duration,
+    Exponential,
+    Hiccup,
+    Link,
+    Lognormal,
+    Servers,
+    Stall,
+)
 
 #: Every mode that is built, with the options that change its mechanism.
 MODES = (

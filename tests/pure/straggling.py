@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from polytempo.records.lines import RecordLine
-from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.durations import Trace
+from polytempo.simulate.cluster import Cluster, Link, Trace
 from polytempo.simulate.run import simulate_job
 
 TROUBLES = ("none", "computing", "uneven", "stalls", "input", "network")

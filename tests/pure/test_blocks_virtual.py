@@ -15,7 +15,7 @@ from polytempo.records.lines import RecordLine, of_optimizer
 from polytempo.records.replay import replay
 from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.simulate.cluster import Arrival, Cluster, Crash, Link
-from polytempo.simulate.collective_cost import all_reduce_seconds
+from polytempo.simulate.links import all_reduce_seconds
 from polytempo.simulate.outcome import meta_of
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from clusters import MODES
 
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Cluster, Lognormal
 from polytempo.simulate.run import simulate_job
 
 pytestmark = pytest.mark.long  # half a minute: `make test` counts, `make check` does not

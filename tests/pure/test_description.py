@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 
 from polytempo.errors import ClusterError
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Hosts, Link, Servers, Stall
+from polytempo.simulate.cluster import (
+    Arrival,
+    Cluster,
+    Constant,
+    Crash,
+    Hiccup,
+    Hosts,
+    Link,
+    Lognormal,
+    Servers,
+    Stall,
+    Trace,
+)
 from polytempo.simulate.description import cluster_from, experiment_from
-from polytempo.simulate.durations import Constant, Lognormal, Trace
 from polytempo.units import parse_factors, parse_rate, parse_seconds, parse_size
 
 

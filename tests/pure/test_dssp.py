@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.records.lines import RecordLine
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Constant, Duration, Lognormal
+from polytempo.simulate.cluster import Cluster, Constant, Duration, Lognormal
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Hold, Release

@@ -12,9 +12,24 @@ from hypothesis import strategies as st
 
 from polytempo.errors import StuckError, UsageError
 from polytempo.records.lines import RecordLine
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
-from polytempo.simulate.collective_cost import Costs, all_reduce_seconds, halving_doubling, hierarchical, ring, tree
-from polytempo.simulate.durations import Constant, Exponential, Lognormal, Trace, Uniform, stretched
+from polytempo.simulate.cluster import (
+    Arrival,
+    Cluster,
+    Constant,
+    Crash,
+    Departure,
+    Exponential,
+    Hiccup,
+    Hosts,
+    Link,
+    Lognormal,
+    Servers,
+    Stall,
+    Trace,
+    Uniform,
+    stretched,
+)
+from polytempo.simulate.links import Costs, all_reduce_seconds, halving_doubling, hierarchical, ring, tree
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.worker import Worker
 

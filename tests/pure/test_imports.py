@@ -217,17 +217,14 @@ PURE = (
     "traces/causes.py",
     "traces/job.py",
     "traces/modes.py",
-    "traces/resimulate.py",
     "traces/step_times.py",
     "transport/link_emulation.py",
 )
 #: Training in virtual time uses torch; everything else in `simulate` is pure.
 VIRTUAL = (
-    "simulate/datasets.py",
     "simulate/replicas.py",
     "simulate/virtual_model.py",
     "simulate/virtual_training.py",
-    "simulate/virtual_updates.py",
 )
 IMPURE = {
     "time",

@@ -11,8 +11,7 @@ from polytempo.errors import UsageError
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Link
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Hiccup, Link, Lognormal
 from polytempo.simulate.links import PeerRoute
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec

@@ -12,9 +12,8 @@ from polytempo.records.lines import RecordLine
 from polytempo.records.step_figures import StepFigures, figures_of, step_costs
 from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.report.straggler_report import best_mode, straggler_report
-from polytempo.simulate.cluster import Cluster
+from polytempo.simulate.cluster import Cluster, Lognormal
 from polytempo.simulate.description import cluster_from
-from polytempo.simulate.durations import Lognormal
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.spec import parse_spec
 

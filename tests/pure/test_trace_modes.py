@@ -20,9 +20,8 @@ from polytempo.errors import UsageError
 from polytempo.simulate import Cluster, simulate_job
 from polytempo.traces.analysis import TraceAnalysis, analyse, verdict
 from polytempo.traces.causes import factors_of
-from polytempo.traces.job import JobTrace
+from polytempo.traces.job import JobTrace, job_seconds
 from polytempo.traces.modes import by_cost, by_speed, in_order, predict
-from polytempo.traces.resimulate import job_seconds
 from polytempo.traces.step_times import PARTS, step_times_from
 
 

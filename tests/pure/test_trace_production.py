@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.traces.analysis import TraceAnalysis, analyse, verdict
-from polytempo.traces.read import read_trace
+from polytempo.traces.operations import read_trace
 
 FOLDERS = [parent / "shared" / "data" / "stragglers" for parent in Path(__file__).parents[3:]]
 FOLDER = next((folder for folder in FOLDERS if folder.is_dir()), None)

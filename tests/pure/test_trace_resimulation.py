@@ -12,10 +12,8 @@ from made_traces import OPS, even, job, noisy, write_operations
 
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import make
-from polytempo.traces.job import BatchSeconds, JobTrace, SyncSeconds
-from polytempo.traces.operations import read_operations
-from polytempo.traces.read import read_trace
-from polytempo.traces.resimulate import ideal_seconds, job_seconds, replica_ends
+from polytempo.traces.job import BatchSeconds, JobTrace, SyncSeconds, ideal_seconds, job_seconds, replica_ends
+from polytempo.traces.operations import read_trace
 
 
 def by_fixed_point(spec: str, batches: list[BatchSeconds], transfer: tuple[float, ...]) -> list[float]:
@@ -71,7 +69,7 @@ def test_a_stage_waits_for_its_own_replicas_alone() -> None:
 @pytest.mark.parametrize("spec", ["1f1b", "gpipe"])
 def test_operations_are_read_and_no_time_stamp_matters(spec: str, tmp_path: Path) -> None:
     seconds = noisy(even)
-    found = read_operations(write_operations(tmp_path / "a.npz", seconds, spec=spec))
+    found = read_trace(write_operations(tmp_path / "a.npz", seconds, spec=spec))
     stretched = read_trace(write_operations(tmp_path / "b.npz", seconds, spec=spec, clock=lambda n: 7.0 + n**2))
     assert found == stretched
     assert (found.schedule, found.stages, found.replicas) == (spec, 3, 2)
@@ -99,20 +97,20 @@ def without(path: Path, **changes: object) -> Path:
 )
 def test_columns_that_are_wrong(changes: dict[str, object], text: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=text):
-        read_operations(without(write_operations(tmp_path / "a.npz"), **changes))
+        read_trace(without(write_operations(tmp_path / "a.npz"), **changes))
 
 
 def test_operations_that_are_wrong(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     with pytest.raises(UsageError, match="step 1, replica 1, stage 2 lacks one for 3; leave such steps out"):
-        read_operations(write_operations(path, leave_out=lambda row: row[:5] == (1, 2, 1, 1, 3)))
+        read_trace(write_operations(path, leave_out=lambda row: row[:5] == (1, 2, 1, 1, 3)))
     columns = np.load(write_operations(path))
     with pytest.raises(UsageError, match="twice for one micro-batch of a step; interleaved stages"):
-        read_operations(without(path, stage=np.zeros_like(columns["stage"])))
+        read_trace(without(path, stage=np.zeros_like(columns["stage"])))
     with pytest.raises(UsageError, match=r"the order of computations is that of none of 1f1b, gpipe, sequential; stage 0"):
-        read_operations(write_operations(path, clock=lambda number: -float(number)))
+        read_trace(write_operations(path, clock=lambda number: -float(number)))
     with pytest.raises(UsageError, match="durations must be finite and not negative"):
-        read_operations(write_operations(path, lambda *place: -1.0))
+        read_trace(write_operations(path, lambda *place: -1.0))
     path.write_bytes(b"PK nothing")
     with pytest.raises(UsageError, match=r"a.npz cannot be read as \.npz"):
         read_trace(path)

@@ -14,11 +14,9 @@ from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
 from polytempo.report.recorded_cluster import cluster_from_record
-from polytempo.simulate.cluster import Cluster, Crash, Hiccup, Hosts, Link, Stall
-from polytempo.simulate.dealing import DealtSamples, MicroBatch
-from polytempo.simulate.durations import Constant, Lognormal, Trace
+from polytempo.simulate.cluster import Cluster, Constant, Crash, Hiccup, Hosts, Link, Lognormal, Stall, Trace
 from polytempo.simulate.run import simulate_job
-from polytempo.simulate.worker import Worker
+from polytempo.simulate.worker import DealtSamples, MicroBatch, Worker
 from polytempo.sync.spec import parse_spec
 
 BOTH = ("bsp+balance", "anytime:auto")
@@ -119,13 +117,12 @@ def test_micro_batches_take_the_time_of_steps_and_have_their_stalls() -> None:
     cluster = Cluster(workers=1, batch=64, step_time=Lognormal(1.0, 0.3), hiccup=Hiccup(0.1, 10.0))
     whole, cut = Worker(cluster, 0, seed=5), Worker(cluster, 0, seed=5)
     cut.load(1, deals=True, micro=8)
-    times = cut.cargo.times
     stalled = Counter[int]()
     for _ in range(1000):
         if not whole.step_times:
             whole.draw()
         step = whole.step_times.pop()
-        parts = [times.next(times.size) for _ in range(8)]
+        parts = [cut.micro_batch_seconds(cut.unit) for _ in range(8)]
         assert sum(parts) == pytest.approx(step)
         stalled.update(place for place, part in enumerate(parts) if part > 10)
     assert sum(stalled.values()) == pytest.approx(100, abs=40)
@@ -144,7 +141,8 @@ def test_a_budget_in_steps_has_the_samples_of_other_modes() -> None:
 )
 def test_each_place_is_used_once_an_epoch(length: int, moves: list[tuple[int, int, bool]]) -> None:
     """Workers take, and then use what they took or give it back."""
-    dealer, used = DealtSamples(length), Counter[tuple[int, int]]()
+    dropped: list[int] = []
+    dealer, used = DealtSamples(length, dropped.append), Counter[tuple[int, int]]()
     held: dict[int, MicroBatch] = {}
     for worker, count, uses in moves:
         if worker not in held:
@@ -166,6 +164,10 @@ def test_each_place_is_used_once_an_epoch(length: int, moves: list[tuple[int, in
         used.update((epoch, place) for epoch, start, stop in batch.places for place in range(start, stop))
     assert set(used.values()) == {1}
     assert {(0, place) for place in range(length)} <= set(used)
+    assert not dropped
+    for end in (dealer.finish, dealer.give_back):
+        end(9, [dealer.take(9, 1, version=7)._replace(late=True)])
+    assert dropped == [7, 7]  # what a late one has read is not needed any more
 
 
 def test_constant_step_times_of_a_straggler_are_as_ever() -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.datasets import Shards
-from polytempo.simulate.durations import Constant
+from polytempo.simulate.cluster import Cluster, Constant, Link
+from polytempo.simulate.replicas import Shards
 from polytempo.simulate.virtual_training import TrainingRun, train_virtually
 
 BATCH = 4

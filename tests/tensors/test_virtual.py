@@ -13,12 +13,10 @@ import torch
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.datasets import Shards, as_tensors
-from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.virtual_model import VirtualModel
-from polytempo.simulate.virtual_training import model_bytes, train_virtually
-from polytempo.simulate.virtual_updates import WeightHistory
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link, Lognormal
+from polytempo.simulate.replicas import Shards
+from polytempo.simulate.virtual_model import VirtualModel, WeightHistory
+from polytempo.simulate.virtual_training import as_tensors, model_bytes, train_virtually
 from polytempo.tasks import FASHION_MNIST, digits, fashion_mnist, fashion_mnist_cnn, find_task
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -172,14 +170,14 @@ def test_versions_are_kept_only_while_somebody_can_read_them(sync: str, monkeypa
 
     def apply(self: VirtualModel, *args: object, original: Callable[..., None] = VirtualModel.apply) -> None:
         original(self, *args)
-        most[0] = max(most[0], self.versions.copies)
+        most[0] = max(most[0], len(self.versions.copies))
 
     monkeypatch.setattr(VirtualModel, "__init__", remember)
     monkeypatch.setattr(VirtualModel, "apply", apply)
     task = digits()
     train_virtually(task.model, task.data, task.loss, sync=sync, cluster=EVENTFUL, steps_each=40)
     assert trainees[0].versions.newest >= 40
-    assert trainees[0].versions.copies == 0  # everybody is gone
+    assert not trainees[0].versions.copies  # everybody is gone
     workers, ahead = 5, 3 if sync == "delay:3" else 0
     assert most[0] <= workers * (ahead + 2)
     if sync == "bsp":
@@ -205,12 +203,12 @@ def test_versions_alone() -> None:
     assert versions.read(0)[0].tolist() == [0.0, 0.0]
     assert versions.read(1)[0].tolist() == [1.0, 1.0]
     versions.drop(0)
-    assert versions.copies == 1
+    assert len(versions.copies) == 1
     versions.drop(0)
-    assert versions.copies == 0
+    assert len(versions.copies) == 0
     versions.advance()
     tensor += 1
-    assert versions.copies == 0  # nobody read version 1
+    assert len(versions.copies) == 0  # nobody read version 1
 
 
 @pytest.mark.parametrize("sync", ["bsp", "dssp:1..6"])

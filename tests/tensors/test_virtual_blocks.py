@@ -15,9 +15,8 @@ from polytempo.optim.outer_step import cut
 from polytempo.records.check import check_lines
 from polytempo.records.lines import RecordLine
 from polytempo.records.replay import replay
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.datasets import Shards
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link, Lognormal
+from polytempo.simulate.replicas import Shards
 from polytempo.simulate.virtual_training import TrainingRun, train_virtually
 from polytempo.sync.spec import parse_spec
 from polytempo.tasks import TrainingTask, digits

@@ -11,10 +11,8 @@ import torch
 from scalar import SPEEDS, START, Downpour, gradients, train
 from torch import nn
 
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link
-from polytempo.simulate.datasets import Shards
-from polytempo.simulate.durations import Lognormal
-from polytempo.simulate.replicas import SteppedReplica
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Link, Lognormal
+from polytempo.simulate.replicas import Shards, SteppedReplica
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.tasks import digits
@@ -131,7 +129,7 @@ def test_nothing_is_kept_that_nobody_needs(sync: str, monkeypatch: pytest.Monkey
     run = train_virtually(task.model, task.data, task.loss, sync=sync, cluster=EVENTFUL, optimizer=SGD, steps_each=40)
     assert 0 < longest[0] <= 12
     assert not trainees[0].replicas  # everybody is gone
-    assert trainees[0].versions.copies == 0
+    assert not trainees[0].versions.copies
     assert bool(run.outcome.discarded) == ("drop" in sync)
 
 

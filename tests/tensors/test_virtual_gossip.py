@@ -10,8 +10,7 @@ import pytest
 import torch
 from test_virtual_blocks import ADAM, EVENTFUL, MOMENTUM, SGD, TASK, ByHand, load, train, values
 
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Link
-from polytempo.simulate.durations import Lognormal
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Link, Lognormal
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.sync.topology import mixing_rows
 

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Stall
-from polytempo.simulate.datasets import Shards
-from polytempo.simulate.dealing import MicroBatch
-from polytempo.simulate.durations import Lognormal, Trace
+from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Link, Lognormal, Stall, Trace
+from polytempo.simulate.replicas import Shards
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.simulate.virtual_training import train_virtually
+from polytempo.simulate.worker import MicroBatch
 from polytempo.sync.actions import Apply
 from polytempo.sync.spec import parse_spec
 from polytempo.tasks import TensorPair, digits
@@ -116,7 +115,7 @@ def test_uneven_training_is_one_process_on_the_same_samples(sync: str, cluster: 
     assert len(sizes) > 1  # shares and counts changed during the run
     if "keep" in sync:
         assert any(batch.late for batches, _ in trainer.rounds for batch in batches)
-    assert trainer.versions.copies == 0  # no weights are kept for readers that are gone
+    assert not trainer.versions.copies  # no weights are kept for readers that are gone
 
 
 @pytest.mark.parametrize("cluster", [CHANGING, COMING_AND_GOING], ids=["changing", "coming and going"])

@@ -13,9 +13,8 @@ import torch
 
 from polytempo.records.lines import RecordLine
 from polytempo.session.session import Session
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.datasets import Shards
-from polytempo.simulate.durations import Constant
+from polytempo.simulate.cluster import Cluster, Constant
+from polytempo.simulate.replicas import Shards
 from polytempo.simulate.virtual_training import train_virtually
 from polytempo.tasks import digits
 from polytempo.testing.threads import ThreadJob

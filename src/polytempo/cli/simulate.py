@@ -48,9 +48,8 @@ from polytempo.report.picture import check_picture, draw_comparison, draw_scalin
 from polytempo.report.recorded_cluster import cluster_from_record
 from polytempo.report.scaling import scaling as measure_scaling
 from polytempo.report.table import TextTable, comparison, scaling_table, short_of_bsp, trained_comparison, verdict
-from polytempo.simulate.cluster import Cluster, Hiccup, Hosts, Link
+from polytempo.simulate.cluster import Cluster, Constant, Hiccup, Hosts, Link, Lognormal
 from polytempo.simulate.description import Experiment, experiment_from
-from polytempo.simulate.durations import Constant, Lognormal
 from polytempo.simulate.outcome import Budget, Outcome, meta_of
 from polytempo.simulate.run import mean_step_time, resolve_via, simulate_job
 from polytempo.sync.spec import Spec, parse_spec
@@ -185,7 +184,7 @@ def _trace(path: Path, flags: Mapping[str, Any]) -> None:
     from polytempo.strategy.soundness import refusal
     from polytempo.traces.analysis import analyse  # numpy
     from polytempo.traces.analysis import verdict as trace_verdict
-    from polytempo.traces.read import read_trace
+    from polytempo.traces.operations import read_trace
 
     given = {name for name, value in flags.items() if not (value is None or value is False or value == [])}
     if others := sorted(given - {"trace", "sync", "seed", "json_file", "quiet"}):

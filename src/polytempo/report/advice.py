@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 from polytempo.report.table import TextTable, mode_name
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.collective_cost import all_reduce_seconds, best_all_reduce
+from polytempo.simulate.links import all_reduce_seconds, best_all_reduce
 from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.run import mean_step_time
 from polytempo.simulate.worker import Worker

@@ -16,8 +16,7 @@ from polytempo.errors import RecordError
 from polytempo.records.lines import MAIN, RecordLine, of_optimizer
 from polytempo.records.step_figures import WARM_UP, StepCost, StepFigures, figures_of, step_costs
 from polytempo.records.stragglers import LEAST_STEPS
-from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.durations import Trace
+from polytempo.simulate.cluster import Cluster, Link, Trace
 
 #: The shortest step of a recorded cluster, in seconds: a trace has no step of 0.
 SHORTEST = 1e-9

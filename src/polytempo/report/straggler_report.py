@@ -34,8 +34,7 @@ from polytempo.records.stragglers import (
 from polytempo.report.advice import WORTH, WORTH_SECONDS, choose
 from polytempo.report.summary import percentages
 from polytempo.report.table import TextTable
-from polytempo.simulate.cluster import Cluster, Link
-from polytempo.simulate.durations import Trace
+from polytempo.simulate.cluster import Cluster, Link, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.capabilities import Caution, PushedWork
 from polytempo.sync.spec import Spec, compared, parse_spec

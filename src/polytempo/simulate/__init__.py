@@ -14,12 +14,12 @@ from polytempo.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from polytempo.simulate.cluster import Cluster as Cluster
+    from polytempo.simulate.cluster import Constant as Constant
     from polytempo.simulate.cluster import Hiccup as Hiccup
     from polytempo.simulate.cluster import Hosts as Hosts
     from polytempo.simulate.cluster import Link as Link
+    from polytempo.simulate.cluster import Lognormal as Lognormal
     from polytempo.simulate.description import cluster_from as cluster_from
-    from polytempo.simulate.durations import Constant as Constant
-    from polytempo.simulate.durations import Lognormal as Lognormal
     from polytempo.simulate.outcome import Outcome as Outcome
     from polytempo.simulate.run import simulate_job as simulate_job
     from polytempo.simulate.virtual_training import train_virtually as train_virtually
@@ -46,10 +46,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "cluster": ("Cluster", "Hiccup", "Hosts", "Link"),
+        "cluster": ("Cluster", "Constant", "Hiccup", "Hosts", "Link", "Lognormal"),
         "polytempo.tasks": ("digits", "fashion_mnist", "fashion_mnist_cnn"),
         "description": ("cluster_from",),
-        "durations": ("Constant", "Lognormal"),
         "outcome": ("Outcome",),
         "run": ("simulate_job",),
         "virtual_training": ("train_virtually",),

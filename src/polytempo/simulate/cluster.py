@@ -1,16 +1,135 @@
 """A cluster as data: how fast workers are, when they stall, come and go, and what joins them.
 
-All times are seconds, all sizes bytes, all rates bytes a second. Everything random comes from the seed of the run.
+All times are seconds, all sizes bytes, all rates bytes a second. Everything random comes from the seed of the run: a
+`Duration` gives the seconds of a worker's next steps, a block at a time, so that the n-th step of a rank takes the same time
+in every mode, and thousands of workers need no generator each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from random import Random
+from typing import Annotated, Any, Protocol
 
 from polytempo.errors import ClusterError
-from polytempo.simulate.durations import Constant, Duration, as_duration, require
+
+#: Numbers that a description may give with a unit (`description.py`).
+TimeQuantity = Annotated[float, "time"]
+SizeQuantity = Annotated[float, "size"]
+RateQuantity = Annotated[float, "rate"]
+
+
+class Duration(Protocol):
+    """Data from which the seconds of steps are drawn."""
+
+    def draw(self, random: Random, first: int, count: int) -> list[float]:
+        """The seconds of `count` steps from number `first` on."""
+
+
+def require(condition: bool, text: str) -> None:
+    """Refuse a cluster that does not meet this."""
+    if not condition:
+        raise ClusterError(text)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant step time.
+
+    Args:
+        seconds: Of every step.
+    """
+
+    seconds: TimeQuantity
+
+    def __post_init__(self) -> None:
+        require(0 < self.seconds < math.inf, f"expected a step time above 0, got {self.seconds}")
+
+    def draw(self, random: Random, first: int, count: int) -> list[float]:
+        return [self.seconds] * count
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """A log-normal step time, skewed to the long side.
+
+    Args:
+        mean: Seconds.
+        spread: The standard deviation over the mean.
+    """
+
+    mean: TimeQuantity
+    spread: float
+
+    def __post_init__(self) -> None:
+        require(self.mean > 0, f"expected a mean above 0, got {self.mean}")
+        require(self.spread >= 0, f"expected a spread of at least 0, got {self.spread}")
+
+    def draw(self, random: Random, first: int, count: int) -> list[float]:
+        variance = math.log(1 + self.spread**2)
+        mu, sigma = math.log(self.mean) - variance / 2, math.sqrt(variance)
+        return [math.exp(random.gauss(mu, sigma)) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Anything between `low` and `high`."""
+
+    low: TimeQuantity
+    high: TimeQuantity
+
+    def __post_init__(self) -> None:
+        require(0 < self.low <= self.high, f"expected 0 < low <= high, got {self.low} and {self.high}")
+
+    def draw(self, random: Random, first: int, count: int) -> list[float]:
+        return [random.uniform(self.low, self.high) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """At least `base` seconds, and an exponential rest that makes up the mean."""
+
+    mean: TimeQuantity
+    base: TimeQuantity = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.base < self.mean, f"expected 0 <= base < mean, got {self.base} and {self.mean}")
+
+    def draw(self, random: Random, first: int, count: int) -> list[float]:
+        rate = 1 / (self.mean - self.base)
+        return [self.base + random.expovariate(rate) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Measured seconds, step by step; starts again at its end."""
+
+    seconds: tuple[TimeQuantity, ...]
+
+    def __post_init__(self) -> None:
+        require(bool(self.seconds) and min(self.seconds) > 0, "expected a trace of numbers above 0")
+
+    def draw(self, random: Random, first: int, count: int) -> list[float]:
+        return [self.seconds[(first + step) % len(self.seconds)] for step in range(count)]
+
+
+def as_duration(value: Duration | float) -> Duration:
+    """Plain seconds are constant."""
+    return Constant(float(value)) if isinstance(value, int | float) else value
+
+
+def stretched(start: float, seconds: float, stalls: list[tuple[float, float]]) -> float:
+    """When work of `seconds` that begins at `start` is done, if nothing is done during `stalls` (from, to), sorted."""
+    end = start + seconds
+    for begin, until in stalls:
+        if begin >= end:
+            break
+        if until > start:
+            end += until - max(begin, start)
+            start = until
+    return end
 
 
 @dataclass(frozen=True)
@@ -18,8 +137,8 @@ class Stall:
     """From `at` on a worker computes nothing for `seconds`."""
 
     worker: int
-    at: float
-    seconds: float
+    at: TimeQuantity
+    seconds: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -32,7 +151,7 @@ class Hiccup:
     """
 
     probability: float
-    seconds: float
+    seconds: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -40,7 +159,7 @@ class Arrival:
     """A worker joins at `at`: a new rank, or one that left or crashed before."""
 
     worker: int
-    at: float
+    at: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -48,7 +167,7 @@ class Departure:
     """From `at` on a worker finishes the step it is in, and leaves."""
 
     worker: int
-    at: float
+    at: TimeQuantity
 
 
 @dataclass(frozen=True)
@@ -56,8 +175,8 @@ class Crash:
     """A worker vanishes at `at`; the job notices `noticed_after` seconds later, or never (None)."""
 
     worker: int
-    at: float
-    noticed_after: float | None = 0.0
+    at: TimeQuantity
+    noticed_after: TimeQuantity | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +189,8 @@ class Link:
         shared: Whether all workers share one medium.
     """
 
-    latency: float = 0.0
-    bandwidth: float | None = None  #: None: without limit
+    latency: TimeQuantity = 0.0
+    bandwidth: RateQuantity | None = None  #: None: without limit
     shared: bool = False
 
 
@@ -80,8 +199,8 @@ class Servers:
     """Parameter-server shards, each with a link of its own and a rate at which it applies updates."""
 
     shards: int = 1
-    bandwidth: float | None = None  #: of each shard's link; None: that of the workers' link
-    update_rate: float | None = None  #: bytes of updates a shard applies in a second; None: without limit
+    bandwidth: RateQuantity | None = None  #: of each shard's link; None: that of the workers' link
+    update_rate: RateQuantity | None = None  #: bytes of updates a shard applies in a second; None: without limit
 
 
 @dataclass(frozen=True)
@@ -95,8 +214,8 @@ class Hosts:
     """
 
     size: int
-    latency: float = 0.0
-    bandwidth: float | None = None
+    latency: TimeQuantity = 0.0
+    bandwidth: RateQuantity | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +254,8 @@ class Cluster:
     step_times: Mapping[int, Duration | float] = field(default_factory=dict)  #: rank to a step time of its own
     batch: int = 32  #: samples a step
     batches: Mapping[int, int] = field(default_factory=dict)  #: rank to a batch of its own
-    fixed_time: float = 0.0  #: seconds of a (micro-)step whatever its samples, part of the step time
-    fixed_times: Mapping[int, float] = field(default_factory=dict)  #: rank to a fixed time of its own
+    fixed_time: TimeQuantity = 0.0  #: seconds of a (micro-)step whatever its samples, part of the step time
+    fixed_times: Mapping[int, TimeQuantity] = field(default_factory=dict)  #: rank to a fixed time of its own
     hiccup: Hiccup | None = None
     stalls: tuple[Stall, ...] = ()
     joins: tuple[Arrival, ...] = ()
@@ -146,8 +265,8 @@ class Cluster:
     links: Mapping[int, Link] = field(default_factory=dict)  #: rank to a link of its own
     servers: Servers = Servers()
     hosts: Hosts | None = None
-    reduce_rate: float | None = None  #: bytes a worker adds up in a second, in all-reduce; None: without limit
-    model_bytes: float = 0.0
+    reduce_rate: RateQuantity | None = None  #: bytes a worker adds up in a second, in all-reduce; None: without limit
+    model_bytes: SizeQuantity = 0.0
 
     def __post_init__(self) -> None:
         require(self.workers >= 1, f"expected at least 1 worker, got {self.workers}")
@@ -179,23 +298,13 @@ class Cluster:
         return range(max([self.workers - 1, *(join.worker for join in self.joins)]) + 1)
 
     def duration(self, rank: int) -> Duration:
-        """The step time of a rank, before its slow-down.
-
-        Args:
-            rank: The rank.
-
-        Returns:
-            The distribution that its step times are drawn from.
-        """
+        """The step time of a rank, before its slow-down."""
         return as_duration(self.step_times.get(rank, self.step_time))
 
     def _check_ranks(self) -> None:
         known = self.ranks()
-        named: dict[str, list[int]] = {
-            f.name: _ranks_in(getattr(self, f.name)) for f in fields(self) if f.name not in ("workers", "joins")
-        }
-        for place, ranks in named.items():
-            for rank in ranks:
+        for place in (one.name for one in fields(self) if one.name != "joins"):
+            for rank in _ranks_in(getattr(self, place)):
                 require(rank in known, f"{place} names worker {rank}; the ranks are 0 to {known[-1]}")
         joining = [join.worker for join in self.joins]
         returning = {*_ranks_in(self.leaves), *_ranks_in(self.crashes)}

@@ -2,21 +2,29 @@
 
 It is plain data (a YAML or JSON file, already loaded), checked key by key: a mistake is one line that says where it is, what
 was expected and what was given; a misspelt key names the nearest one. (Checked by hand, because the simulator imports no
-third-party package.)
+third-party package.) Keys and their types are the fields of the classes in `cluster.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from polytempo.errors import ClusterError, nearest
-from polytempo.simulate.cluster import Arrival, Cluster, Crash, Departure, Hiccup, Hosts, Link, Servers, Stall
-from polytempo.simulate.durations import Constant, Duration, Exponential, Lognormal, Trace, Uniform
+from polytempo.simulate.cluster import Cluster, Constant, Duration, Exponential, Lognormal, TimeQuantity, Trace, Uniform
 from polytempo.units import parse_rate, parse_seconds, parse_size
 
-FieldReader = Callable[[Any, str], Any]
+_DURATIONS = {"constant": Constant, "lognormal": Lognormal, "uniform": Uniform, "exponential": Exponential, "trace": Trace}
+_UNITS = {"time": parse_seconds, "size": parse_size, "rate": parse_rate}
+#: What is expected of a value without a unit, and the types that it may have.
+_PLAIN = {
+    float: ("a number", (float, int)),
+    int: ("a whole number", (int,)),
+    bool: ("true or false", (bool,)),
+    str: ("a word", (str,)),
+}
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,21 @@ class Experiment:
     seed: int | None = None
 
 
+#: A word, or several.
+_Words = Annotated[tuple[str, ...], "words"]
+_EXPERIMENT = {
+    "cluster": Cluster,
+    "sync": _Words,
+    "via": _Words,
+    "budget": {"seconds": TimeQuantity, "steps": int, "samples": int, "steps_each": int},
+    "train": {"task": str, "lr": float, "target": float, "evaluate_every": TimeQuantity},
+    "seed": int,
+}
+
+
 def experiment_from(data: Any) -> Experiment:
     """The experiment that this data describes."""
-    return Experiment(**_keys(data, "the file", _EXPERIMENT))
+    return Experiment(**_read_keys(_EXPERIMENT, data, "the file"))
 
 
 def cluster_from(data: Any, where: str = "cluster") -> Cluster:
@@ -49,7 +69,8 @@ def cluster_from(data: Any, where: str = "cluster") -> Cluster:
     Raises:
         ClusterError: A key is unknown or a value cannot be read.
     """
-    values = _keys(data, where, _CLUSTER)
+    kinds = {"model" if name == "model_bytes" else name: kind for name, kind in _fields_of(Cluster).items()}
+    values = _read_keys(kinds, data, where)
     if "model" in values:
         values["model_bytes"] = values.pop("model")
     try:
@@ -58,136 +79,69 @@ def cluster_from(data: Any, where: str = "cluster") -> Cluster:
         raise ClusterError(f"{where}: {error}") from None
 
 
-def duration_from(data: Any, where: str) -> Duration:
-    """A step time: seconds, a list of them (a trace), or a mapping with a `kind`."""
-    if isinstance(data, list):
-        return Trace(tuple(_seconds(value, where) for value in data))
-    if not isinstance(data, Mapping):
-        return Constant(_seconds(data, where))
-    kind = data.get("kind")
-    if kind not in _DURATIONS:
-        raise ClusterError(f"{where}: unknown kind {kind!r}; known: {', '.join(_DURATIONS)}{nearest(str(kind), _DURATIONS)}")
-    make, readers = _DURATIONS[kind]
-    values = _keys({key: value for key, value in data.items() if key != "kind"}, where, readers)
-    try:
-        return make(**values)
-    except TypeError:
-        raise ClusterError(f"{where}: {kind} needs {', '.join(readers)}; got {', '.join(values) or 'nothing'}") from None
+@cache
+def _fields_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
-# Readers: each takes a value and its place in the description.
-
-
-def _plain(words: str, kind: type, *also: type) -> FieldReader:
-    def read(value: Any, where: str) -> Any:
-        if not isinstance(value, (kind, *also)) or (isinstance(value, bool) and kind is not bool):
-            raise ClusterError(f"{where}: expected {words}, got {value!r}")
-        return kind(value)
-
-    return read
-
-
-_number, _whole = _plain("a number", float, int), _plain("a whole number", int)
-_flag, _text = _plain("true or false", bool), _plain("a word", str)
-
-
-def _with_unit(parse: Callable[[Any, str], float], what: str) -> FieldReader:
-    return lambda value, where: parse(value, f"{where} as a {what}")
-
-
-_seconds, _size, _rate = _with_unit(parse_seconds, "time"), _with_unit(parse_size, "size"), _with_unit(parse_rate, "rate")
-
-
-def _optional(read: FieldReader) -> FieldReader:
-    return lambda value, where: None if value is None else read(value, where)
-
-
-def _words(value: Any, where: str) -> tuple[str, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(_text(one, where) for one in values)
-
-
-def _record(make: Callable[..., Any], readers: Mapping[str, FieldReader]) -> FieldReader:
-    def read(value: Any, where: str) -> Any:
-        values = _keys(value, where, readers)
-        try:
-            return make(**values)
-        except TypeError:
-            needed = ", ".join(readers)
-            raise ClusterError(f"{where}: expected {needed}; got {', '.join(values) or 'nothing'}") from None
-
-    return read
-
-
-def _list(read: FieldReader) -> FieldReader:
-    def read_all(value: Any, where: str) -> Any:
-        if not isinstance(value, list):
-            raise ClusterError(f"{where}: expected a list, got {value!r}")
-        return tuple(read(one, f"{where}[{index}]") for index, one in enumerate(value))
-
-    return read_all
-
-
-def _by_rank(read: FieldReader) -> FieldReader:
-    def read_all(value: Any, where: str) -> Any:
-        if not isinstance(value, Mapping) or not all(type(rank) is int for rank in value):
-            raise ClusterError(f"{where}: expected ranks with their values, such as {{3: 2}}, got {value!r}")
-        return {rank: read(one, f"{where}[{rank}]") for rank, one in value.items()}
-
-    return read_all
-
-
-def _mapping(readers: Mapping[str, FieldReader]) -> FieldReader:
-    return lambda value, where: _keys(value, where, readers)
-
-
-def _keys(data: Any, where: str, readers: Mapping[str, FieldReader]) -> dict[str, Any]:
+def _read_keys(kinds: Mapping[str, Any], data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ClusterError(f"{where}: expected keys and values, got {data!r}")
     for key in data:
-        if key not in readers:
-            raise ClusterError(f"{where}: unknown key {key!r}; known: {', '.join(readers)}{nearest(str(key), readers)}")
-    return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
+        if key not in kinds:
+            raise ClusterError(f"{where}: unknown key {key!r}; known: {', '.join(kinds)}{nearest(str(key), kinds)}")
+    return {key: _read(kinds[key], value, f"{where}.{key}") for key, value in data.items()}
 
 
-_DURATIONS: dict[str, tuple[Callable[..., Duration], Mapping[str, FieldReader]]] = {
-    "constant": (Constant, {"seconds": _seconds}),
-    "lognormal": (Lognormal, {"mean": _seconds, "spread": _number}),
-    "uniform": (Uniform, {"low": _seconds, "high": _seconds}),
-    "exponential": (Exponential, {"mean": _seconds, "base": _seconds}),
-    "trace": (Trace, {"seconds": _list(_seconds)}),
-}
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """A value of this type; `where` is its place in the description."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if Duration in inner:
+        return _read_duration(value, where)
+    if type(None) in inner:
+        return None if value is None and not is_dataclass(inner[0]) else _read(inner[0], value, where)
+    if kind == _Words:
+        return tuple(_read(str, one, where) for one in (value if isinstance(value, list) else [value]))
+    if outer is Annotated:
+        return _UNITS[inner[1]](value, f"{where} as a {inner[1]}")
+    if outer is tuple:
+        if not isinstance(value, list):
+            raise ClusterError(f"{where}: expected a list, got {value!r}")
+        return tuple(_read(inner[0], one, f"{where}[{index}]") for index, one in enumerate(value))
+    if outer is Mapping:
+        if not isinstance(value, Mapping) or not all(type(rank) is int for rank in value):
+            raise ClusterError(f"{where}: expected ranks with their values, such as {{3: 2}}, got {value!r}")
+        return {rank: _read(inner[1], one, f"{where}[{rank}]") for rank, one in value.items()}
+    if isinstance(kind, Mapping):
+        return _read_keys(kind, value, where)
+    if kind is Cluster:
+        return cluster_from(value, where)
+    if is_dataclass(kind):
+        return _read_record(kind, value, where, "expected")
+    words, types = _PLAIN[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
+        raise ClusterError(f"{where}: expected {words}, got {value!r}")
+    return kind(value)
 
-_LINK = _record(Link, {"latency": _seconds, "bandwidth": _optional(_rate), "shared": _flag})
-_EVENT: dict[str, FieldReader] = {"worker": _whole, "at": _seconds}
 
-_CLUSTER: dict[str, FieldReader] = {
-    "workers": _whole,
-    "step_time": duration_from,
-    "slow": _by_rank(_number),
-    "step_times": _by_rank(duration_from),
-    "batch": _whole,
-    "batches": _by_rank(_whole),
-    "fixed_time": _seconds,
-    "fixed_times": _by_rank(_seconds),
-    "hiccup": _record(Hiccup, {"probability": _number, "seconds": _seconds}),
-    "stalls": _list(_record(Stall, {**_EVENT, "seconds": _seconds})),
-    "joins": _list(_record(Arrival, _EVENT)),
-    "leaves": _list(_record(Departure, _EVENT)),
-    "crashes": _list(_record(Crash, {**_EVENT, "noticed_after": _optional(_seconds)})),
-    "link": _LINK,
-    "links": _by_rank(_LINK),
-    "servers": _record(Servers, {"shards": _whole, "bandwidth": _optional(_rate), "update_rate": _optional(_rate)}),
-    "hosts": _record(Hosts, {"size": _whole, "latency": _seconds, "bandwidth": _optional(_rate)}),
-    "reduce_rate": _optional(_rate),
-    "model": _size,
-}
+def _read_duration(data: Any, where: str) -> Duration:
+    """A step time: seconds, a list of them (a trace), or a mapping with a `kind`."""
+    if isinstance(data, list):
+        return Trace(tuple(_read(TimeQuantity, value, where) for value in data))
+    if not isinstance(data, Mapping):
+        return Constant(_read(TimeQuantity, data, where))
+    kind = data.get("kind")
+    if kind not in _DURATIONS:
+        raise ClusterError(f"{where}: unknown kind {kind!r}; known: {', '.join(_DURATIONS)}{nearest(str(kind), _DURATIONS)}")
+    values = {key: value for key, value in data.items() if key != "kind"}
+    made: Duration = _read_record(_DURATIONS[kind], values, where, f"{kind} needs")
+    return made
 
-_EXPERIMENT: dict[str, FieldReader] = {
-    "cluster": cluster_from,
-    "sync": _words,
-    "via": _words,
-    "budget": _mapping({"seconds": _seconds, "steps": _whole, "samples": _whole, "steps_each": _whole}),
-    "train": _mapping({"task": _text, "lr": _number, "target": _number, "evaluate_every": _seconds}),
-    "seed": _whole,
-}
+
+def _read_record(kind: Any, data: Any, where: str, needs: str) -> Any:
+    kinds = _fields_of(kind)
+    values = _read_keys(kinds, data, where)
+    try:
+        return kind(**values)
+    except TypeError:
+        raise ClusterError(f"{where}: {needs} {', '.join(kinds)}; got {', '.join(values) or 'nothing'}") from None

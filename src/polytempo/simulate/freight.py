@@ -1,4 +1,4 @@
-"""What pushes bring in virtual time: one small class for each kind (`machine.brings`), which the engine asks.
+"""What pushes bring in virtual time: a small class for each kind (`machine.brings`), which the engine asks.
 
     gradient   of a step: nothing is kept of a push but the version that it was computed on
     share      of the joint batch, as samples that are dealt
@@ -14,51 +14,25 @@ when a worker dies or the run ends is wasted. A push that has arrived counts, th
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from polytempo.records.lines import RecordLine
-from polytempo.simulate.dealing import DealtSamples, MicroBatch
-from polytempo.simulate.durations import stretched
-from polytempo.simulate.links import PeerRoute, Route, ServerRoute
-from polytempo.simulate.outcome import Budget
-from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
+from polytempo.simulate.cluster import stretched
+from polytempo.simulate.links import PeerRoute, ServerRoute
+from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, DealtSamples, MicroBatch, Worker
 from polytempo.summation import in_order
+from polytempo.sync import machine as machines
 from polytempo.sync.actions import Action, Apply, Release
-from polytempo.sync.events import NOT_MEASURED, Event, Measured, Pushed
-from polytempo.sync.machine import (
-    FETCHED,
-    GO,
-    Abandon,
-    AddStep,
-    AnswerPartner,
-    AskPartner,
-    Begin,
-    Compute,
-    Computed,
-    Install,
-    Mix,
-    Orders,
-    PushStep,
-    Replied,
-    Requested,
-    RequestValues,
-    SendModel,
-    SendPush,
-    Snapshot,
-    StartsAt,
-    StepHere,
-    TimeUp,
-    WorkerMachine,
-)
+from polytempo.sync.events import Event, Measured, Pushed
+from polytempo.sync.machine import Orders, WorkerMachine
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import cut
 
 if TYPE_CHECKING:
-    from polytempo.simulate.engine import Engine
+    from polytempo.simulate.run import Engine
 
 #: How each kind of order is performed.
 Performs = dict[type, Callable[[Any, Worker, float], None]]
@@ -74,7 +48,7 @@ class Sent:
     samples: int
     seconds: float  #: that these took
     version: int  #: that they were computed on
-    content: Any = None  #: what the trainer has made, or the micro-batches
+    content: Any  #: what the trainer has made, or the micro-batches
 
 
 @dataclass(slots=True)
@@ -108,55 +82,49 @@ class Freight:
 
     carries = False  #: more than a gradient
     reads = True  #: workers hold versions of the servers' weights
-    corrected = True  #: staleness may be corrected
-    works_on = False  #: may a worker compute for one push while the policy holds it for another?
+    until_deadline = False  #: pushes hold what is done by then; the worker computes on while the policy holds it
     alarms_late = False  #: may alarms ring after the last worker has left?
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         self.engine, self.trainer = engine, engine.trainer
-        self.overlaps, self.measures, self.micro = machine.overlaps, machine.measures, machine.micro
+        #: The orders of this kind of machine alone.
+        self.performs: Performs = {machines.Compute: self.compute, machines.PushStep: self.push_step}
 
-    def budget(self, given: Budget) -> Budget:
-        """The budget of the run."""
-        return given
+    def compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
+        self.engine.compute(worker, now)
 
-    def performs(self) -> Performs:
-        """How the orders of this kind of machine are performed."""
-        return {PushStep: self._push}
-
-    def _push(self, order: PushStep, worker: Worker, now: float) -> None:
+    def push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
         worker.messages += self.engine.route is not None
         self.engine.send(worker.machine.step - 1, worker, now, worker.reading)
 
     def computed(self, worker: Worker) -> None:
-        """A step was computed, and what follows is not ordered yet."""
+        """A step was computed, and what follows is not performed yet."""
 
     def event(self, told: Any, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
-        """The event of a push that has arrived."""
+        """What its policy hears of a push that has arrived."""
         worker.used = version
         return self.engine.clocks[0], Pushed(worker.rank, told, worker.batch)
 
-    def arrived(self) -> None:
-        """A policy has decided on a push."""
-
-    def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
-        """A release has reached its worker."""
-        worker.weights = version
-        self.engine.obey(worker.machine.handle(release, now, clock.number), worker, now)
-
-    def arrivals(self, route: Route, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
-        """When answers that are decided on now reach their workers."""
-        return route.answer([worker.rank for worker in answers], now, together)
-
-    def released(self, clock: FragmentClock, worker: Worker) -> None:
-        """A release was decided on."""
+    def figures(self, worker: Worker) -> RecordLine:
+        """What a worker of a live job would tell of its own time for the step that it has pushed."""
+        return {"computed": worker.spent, "exchanged": worker.exchanged}
 
     def admitted(self, clock: FragmentClock, worker: Worker, now: float) -> None:
         """A worker is a member of this clock from now on."""
 
-    def figures(self, worker: Worker) -> RecordLine | None:
-        """What a worker of a live job would tell of its own time for the step that it has pushed."""
-        return {"computed": worker.spent, "exchanged": worker.exchanged} if worker.spent else {}
+    def released(self, clock: FragmentClock, worker: Worker) -> None:
+        """A release was decided on."""
+
+    def arrivals(self, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+        """When answers that are decided on now reach their workers."""
+        assert self.engine.route is not None
+        return self.engine.route.answer([worker.rank for worker in answers], now, together)
+
+    def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
+        """A release has reached its worker."""
+        if self.reads:
+            worker.weights = version
+        self.engine.tell(release, worker, now, clock.number)
 
     def applied(self, clock: FragmentClock, apply: Apply) -> int:
         """An update is made of pushes that bring more than gradients; the steps in them."""
@@ -166,60 +134,77 @@ class Freight:
         """A push is not applied."""
         worker.wasted += worker.spent
 
-    def askers_of(self, rank: int) -> Sequence[int]:
-        """The workers that wait for the reply of one that is gone."""
-        return ()
+    def parted(self, rank: int, now: float) -> None:
+        """A worker is gone, as the policies know now."""
 
-    def waste(self, worker: Worker) -> None:
-        """A life ends: what was computed and not delivered is lost."""
-
-    def life_ended(self, worker: Worker) -> None:
-        """It is over."""
+    def end_life(self, worker: Worker) -> None:
+        """What a worker has computed and not delivered is lost."""
 
     def close(self, alive: Sequence[Worker]) -> None:
         """The run is over."""
-        for worker in alive:
-            self.waste(worker)
 
 
 class Carried(Freight):
-    """What is common to pushes that bring more than a gradient."""
+    """Pushes that bring more than a gradient: micro-batches of samples that are dealt out, or what local steps have made."""
 
     carries = True
-    deals = False  #: samples are dealt out
-    by_step = False  #: is every (local) step in a push as stale as it?
+    deals = False  #: else every local step in a push is as stale as it
+    by_part = False  #: seconds, and the version of what is held, are those of each fragment
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
-        self.samples = DealtSamples(self.trainer.length)
+        self.samples = DealtSamples(self.trainer.length, self.trainer.drop)
         for worker in engine.workers:
             worker.load(machine.parts, self.deals, machine.micro)
-
-    def performs(self) -> Performs:
-        return {
-            PushStep: lambda order, worker, now: self._send(SendPush(worker.machine.step - 1), worker, now),
-            SendPush: self._send,
-            StepHere: lambda order, worker, now: self.trainer.step(worker.rank, order.number),
-            Begin: lambda order, worker, now: self.trainer.begin(worker.rank, order.empty),
-            Install: lambda order, worker, now: self.trainer.install(worker.rank, order.part),
+        self.performs |= {
+            machines.SendPush: self._send,
+            machines.Install: self._install,
+            machines.RequestValues: self._request,
         }
 
-    def _send(self, order: SendPush, worker: Worker, now: float) -> None:
-        sent = self.sent(order, worker)
+    def computed(self, worker: Worker) -> None:
+        cargo = worker.cargo
+        cargo.seconds += worker.spent
+        if cargo.bases[0] == NO_WEIGHTS:
+            cargo.bases[0] = worker.reading
+
+    def push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
+        self._send(machines.SendPush(worker.machine.step - 1), worker, now)
+
+    def _send(self, order: machines.SendPush, worker: Worker, now: float) -> None:
+        cargo, part = worker.cargo, order.part
+        seconds, version = cargo.seconds - cargo.sendings[part], cargo.bases[part]
+        if self.by_part:
+            cargo.sendings[part] = cargo.seconds
+        else:
+            cargo.seconds, cargo.bases[0] = 0, NO_WEIGHTS
+        if self.deals:
+            version = worker.reading
+            content, cargo.made_of = cargo.made_of, []
+            samples = sum(batch.samples for batch in content)
+        else:
+            content = self.trainer.send(worker.rank, part)
+            samples = worker.batch * order.count
+        sent = Sent(order.step, part, order.count, samples, seconds, version, content)
         if self.engine.route is not None:
             worker.messages += 1
-            worker.cargo.flights.append(sent)
+            cargo.flights.append(sent)
         self.engine.send(sent, worker, now, worker.reading)
 
-    def sent(self, order: SendPush, worker: Worker) -> Sent:
-        """What this push brings."""
-        made_of, worker.cargo.made_of = worker.cargo.made_of, []
-        samples = sum(batch.samples for batch in made_of)
-        return Sent(order.step, 0, order.count, samples, self.seconds(made_of, worker), worker.reading, made_of)
+    def _install(self, order: machines.Install, worker: Worker, now: float) -> None:
+        worker.weights = worker.cargo.fetched
+        self.trainer.install(worker.rank, order.part)
 
-    def seconds(self, made_of: list[MicroBatch], worker: Worker) -> float:
-        """That these micro-batches took."""
-        return worker.spent
+    def _request(self, order: machines.RequestValues, worker: Worker, now: float) -> None:
+        worker.cargo.fetched = self.engine.updates - worker.cargo.applied
+        self.trainer.fetch(worker.rank, 0)
+        if isinstance(self.engine.route, ServerRoute):
+            self.engine.plan(self.engine.route.fetch(worker.rank, now), self._fetched, worker)
+        else:
+            self._fetched(now, worker, None, NO_WEIGHTS)
+
+    def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
+        worker.machine.handle(machines.Fetched(), now)
 
     def event(self, told: Sent, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         clock, flights = self.engine.clocks[told.part], worker.cargo.flights
@@ -231,7 +216,7 @@ class Carried(Freight):
         return clock, push
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
-        """What its policy is told of a push."""
+        """The event of a push."""
         raise NotImplementedError
 
     def applied(self, clock: FragmentClock, apply: Apply) -> int:
@@ -241,49 +226,31 @@ class Carried(Freight):
             worker.cargo.merged += sent.count
             worker.cargo.applied += 1
             worker.steps = worker.cargo.merged // parts
-            worker.staleness_sum += stale * sent.count if self.by_step else stale
+            worker.staleness_sum += stale if self.deals else stale * sent.count
             worker.staleness_max = max(worker.staleness_max, stale)
             if self.deals:
                 worker.samples = (worker.samples or 0) + sent.samples
-                self.samples.finish(push.worker, sent.content)
-                self.count_late(worker, sent.content, clock.version)
+                for batch in (batch for batch in sent.content if batch.late):  # they are as stale as they are
+                    worker.staleness_sum += clock.version - batch.version
+                    worker.staleness_max = max(worker.staleness_max, clock.version - batch.version)
         self.trainer.apply(apply, [sent.version for sent in taken], [sent.content for sent in taken], clock.number)
-        for sent in taken if self.deals else ():
-            self.forget(sent.content)
+        if self.deals:
+            for push, sent in zip(apply.pushes, taken, strict=True):
+                self.samples.finish(push.worker, sent.content)
         return sum(sent.count for sent in taken)
-
-    def count_late(self, worker: Worker, made_of: list[MicroBatch], version: int) -> None:
-        """Micro-batches that were finished after their round are as stale as they are."""
-        for batch in made_of:
-            if batch.late:
-                worker.staleness_sum += version - batch.version
-                worker.staleness_max = max(worker.staleness_max, version - batch.version)
 
     def dropped(self, clock: FragmentClock, worker: Worker, step: int) -> None:
         if (worker.rank, step) in clock.sent:
             sent = clock.take(worker.rank, step, newest=True)
             worker.wasted += sent.seconds / len(self.engine.clocks)
             if self.deals:
-                self.give_back(sent.content, worker.rank)
+                self.samples.give_back(worker.rank, sent.content)
 
-    def give_back(self, made_of: Iterable[MicroBatch], rank: int) -> None:
-        """These are not used."""
-        made_of = list(made_of)
-        self.samples.give_back(rank, made_of)
-        self.forget(made_of)
-
-    def forget(self, made_of: Iterable[MicroBatch]) -> None:
-        """Late ones have read weights of their own, which they do not need any more."""
-        for batch in made_of:
-            if batch.late:
-                self.trainer.drop(batch.version)
-
-    def life_ended(self, worker: Worker) -> None:
+    def end_life(self, worker: Worker) -> None:
         if self.deals:
             cargo = worker.cargo
-            self.give_back([*cargo.made_of, *(batch for sent in cargo.flights for batch in sent.content)], worker.rank)
-            if cargo.unfinished is not None:
-                self.samples.give_back(worker.rank, [cargo.unfinished])
+            for made_of in (cargo.made_of, *(sent.content for sent in cargo.flights), cargo.unfinished):
+                self.samples.give_back(worker.rank, made_of)
 
 
 class SharesOfBatch(Carried):
@@ -295,80 +262,72 @@ class SharesOfBatch(Carried):
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
+        self._micro = machine.micro
         self._round, self._deal = -1, dict[int, list[MicroBatch]]()  # what is dealt out and not begun
 
-    def performs(self) -> Performs:
-        return {**super().performs(), Compute: self._compute}
-
-    def _compute(self, order: Compute, worker: Worker, now: float) -> None:
+    def compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
         step = worker.machine.step
         if step != self._round:
             self._deal_out(step, order.weights)
         share = worker.cargo.made_of = self._deal.pop(worker.rank, [])
-        samples = sum(batch.samples for batch in share)
-        self.engine.compute(worker, now, worker.share_seconds(samples, len(share)) if samples else 0.0)
+        seconds = 0.0
+        if samples := sum(batch.samples for batch in share):
+            step, stall = worker.next_step()  # a stall takes what it takes
+            seconds = worker.seconds_for(samples, step, len(share)) + stall
+        self.engine.compute(worker, now, seconds)
 
     def _deal_out(self, step: int, weights: tuple[tuple[int, float], ...]) -> None:
         """Cut the joint batch of a round; what workers that are gone have left of the one before is dealt out again."""
         for rank, share in self._deal.items():
             self.samples.give_back(rank, share)
-        micro, batch = self.micro, self.engine.cluster.batch
+        micro, batch = self._micro, self.engine.cluster.batch
         unit = max(1, batch // micro) if micro else 1
         wanted = unit * micro * len(weights) if micro else sum(self.engine.workers[rank].batch for rank, _ in weights)
         parts = cut(-(-self.samples.left(wanted) // unit), weights)
-        self._round, self._deal = step, {
-            rank: [self.samples.take(rank, unit if micro else count) for _ in range(count if micro else count > 0)]
-            for rank, count in parts.items()
-        }  # fmt: skip
+        self._round, self._deal = step, {}
+        for rank, count in parts.items():
+            sizes = [unit] * count if micro else [count] * (count > 0)
+            self._deal[rank] = [self.samples.take(rank, size) for size in sizes]
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
-        drawn, count = None if self.micro else (0, sent.step), len(sent.content)
+        drawn = None if self._micro else (0, sent.step)
         measured = Measured(None, None, sent.samples, sent.seconds, drawn)
-        return Pushed(worker.rank, sent.step, sent.samples, (), count, measured)
+        return Pushed(worker.rank, sent.step, sent.samples, (), len(sent.content), measured)
 
 
 class MicroBatches(Carried):
     """What a worker manages until a deadline; a step's time is that of `micro` micro-batches."""
 
-    deals = works_on = alarms_late = True
+    deals = until_deadline = alarms_late = True
 
-    def budget(self, given: Budget) -> Budget:
-        """One in steps is one in samples: a step of other modes has a whole batch."""
-        return replace(given, samples=min(given.samples, given.steps * self.engine.cluster.batch), steps=math.inf)
+    def _begin(self, worker: Worker, now: float) -> None:
+        self.engine.go_on(worker, now)
+        worker.busy, worker.since, worker.exchanged = True, now, 0.0
 
-    def performs(self) -> Performs:
-        return {**super().performs(), Compute: self._compute}
-
-    def seconds(self, made_of: list[MicroBatch], worker: Worker) -> float:
-        return in_order(batch.seconds for batch in made_of)
-
-    def _compute(self, order: Compute, worker: Worker, now: float) -> None:
+    def compute(self, order: machines.Compute, worker: Worker, now: float) -> None:
         """The micro-batches until the push, or the one that is not done at the deadline."""
         self._begin(worker, now)
-        machine, cargo, version, at = worker.machine, worker.cargo, worker.weights, now
+        engine, machine, cargo, version, at = self.engine, worker.machine, worker.cargo, worker.weights, now
         while True:
-            batch = self.samples.take(worker.rank, cargo.times.size, version)
-            seconds = cargo.times.next(batch.samples)
+            batch = self.samples.take(worker.rank, worker.unit, version)
+            seconds = worker.micro_batch_seconds(batch.samples)
             end = stretched(at, seconds, worker.stalls) if worker.stalls else at + seconds
             if end > machine.ends_at:
-                cargo.unfinished, cargo.begun_at, cargo.until = batch, at, end
+                cargo.unfinished, cargo.begun_at, cargo.until = (batch,), at, end
                 self.trainer.keep(version)
-                self.engine.plan(machine.ends_at, self._deadline, worker, machine.step, version)
-                self.engine.plan(end, self._late, worker, None, version)
+                engine.plan(machine.ends_at, self._deadline, worker, machine.step, version)
+                engine.plan(end, self._late, worker, None, version)
                 return
-            cargo.made_of.append(batch._replace(seconds=end - at))
-            orders = machine.handle(Computed(end - at), end)
-            if orders is not GO:
-                self.engine.work_until(end, worker, orders, version)
+            self._done(batch, end - at, worker)
+            orders = machine.handle(machines.Computed(end - at), end)
+            if not (orders and type(orders[0]) is machines.Compute):
+                engine.plan(end, engine.computed, worker, orders, version)
                 return
             at = end
 
-    def _begin(self, worker: Worker, now: float) -> None:
-        self.trainer.keep(worker.weights)
-        if self.engine.route is not None:
-            worker.communicating += now - worker.since - worker.held_for
-            worker.held_for = 0.0
-        worker.busy, worker.since = True, now
+    def _done(self, batch: MicroBatch, seconds: float, worker: Worker) -> None:
+        worker.cargo.made_of.append(batch)
+        worker.cargo.seconds += seconds
 
     def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
         worker.weights, worked, machine = version, worker.busy, worker.machine
@@ -381,32 +340,33 @@ class MicroBatches(Carried):
 
     def _go_on(self, orders: Orders, worker: Worker, now: float) -> None:
         """A worker that has no time for another micro-batch pushes what it has, as one that has just finished."""
-        if orders and type(orders[0]) is SendPush:
+        if orders and type(orders[0]) is machines.SendPush:
             self._begin(worker, now)
-            self.engine.work_until(now, worker, orders, worker.weights)
+            self.engine.plan(now, self.engine.computed, worker, orders, worker.weights)
         else:
             self.engine.obey(orders, worker, now)
 
     def _deadline(self, now: float, worker: Worker, step: int, version: int) -> None:
         """The communication thread pushes what was finished."""
         worker.reading, worker.since = version, max(worker.since, worker.cargo.begun_at)
-        self.engine.obey(worker.machine.handle(TimeUp(step), now), worker, now)
+        self.engine.tell(machines.TimeUp(step), worker, now)
 
     def _late(self, now: float, worker: Worker, told: None, version: int) -> None:
         """The micro-batch that was not done at a deadline is done."""
         cargo = worker.cargo
-        late = cargo.unfinished._replace(seconds=now - cargo.begun_at, late=True)
-        cargo.unfinished = None
-        orders = worker.machine.handle(Computed(late.seconds), now)
-        if orders and type(orders[0]) is Abandon:
+        (batch,), cargo.unfinished = cargo.unfinished, ()
+        batch, seconds = batch._replace(late=True), now - cargo.begun_at
+        orders = worker.machine.handle(machines.Computed(seconds), now)
+        if orders and type(orders[0]) is machines.Abandon:
             orders = orders[1:]
-            cargo.abandoned = late.samples, late.seconds
+            cargo.abandoned = batch.samples, seconds
             worker.wasted += now - worker.since
-            self.give_back([late], worker.rank)
+            self.samples.give_back(worker.rank, [batch])
         else:
-            cargo.made_of.append(late)
+            self._done(batch, seconds, worker)
         worker.busy, worker.since = False, now
-        if self.engine.leave_if_free(now, worker):
+        if worker.leaving:
+            self.engine.leave(now, worker)
             return
         self._go_on(orders, worker, now)
         if not worker.busy:
@@ -422,39 +382,7 @@ class SumsOfSteps(Carried):
     """The sum of the gradients of local steps. Pushes, requested values and first values have the model's bytes, permissions
     have none. A worker's own pushes, which its local steps stand for, do not make it stale."""
 
-    by_step = True
     reads = False
-
-    def performs(self) -> Performs:
-        return {**super().performs(), Compute: self._compute, Install: self._install, RequestValues: self._request}
-
-    def _compute(self, order: Compute, worker: Worker, now: float) -> None:
-        if worker.machine.begins_push:
-            worker.cargo.started = worker.weights
-        self.engine.compute(worker, now)
-
-    def _install(self, order: Install, worker: Worker, now: float) -> None:
-        worker.weights = worker.cargo.fetched
-        self.trainer.install(worker.rank, order.part)
-
-    def _request(self, order: RequestValues, worker: Worker, now: float) -> None:
-        worker.cargo.fetched = self.engine.updates - worker.cargo.applied
-        self.trainer.fetch(worker.rank, 0)
-        if isinstance(self.engine.route, ServerRoute):
-            self.engine.plan(self.engine.route.fetch(worker.rank, now), self._fetched, worker)
-        else:
-            self._fetched(now, worker, None, NO_WEIGHTS)
-
-    def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
-        worker.machine.handle(FETCHED, now)
-
-    def computed(self, worker: Worker) -> None:
-        worker.cargo.seconds += worker.spent
-
-    def sent(self, order: SendPush, worker: Worker) -> Sent:
-        seconds, worker.cargo.seconds = worker.cargo.seconds, 0.0
-        content, samples = self.trainer.send(worker.rank, 0), worker.batch * order.count
-        return Sent(order.step, 0, order.count, samples, seconds, worker.cargo.started, content)
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
         sent.version += worker.cargo.applied
@@ -465,10 +393,8 @@ class SumsOfSteps(Carried):
             worker.weights, worker.cargo.fresh = self.engine.updates, True
             self.trainer.begin(worker.rank)
 
-    def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
-        self.engine.obey(worker.machine.handle(release, now), worker, now)
-
-    def arrivals(self, route: Route, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+    def arrivals(self, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+        route = self.engine.route
         assert isinstance(route, ServerRoute)
         first = [worker for worker in answers if worker.cargo.fresh]
         weights = dict(zip(first, route.answer([one.rank for one in first], now, 1), strict=True)) if first else {}
@@ -480,17 +406,18 @@ class SumsOfSteps(Carried):
 class ValuesOfFragments(Carried):
     """Values of a fragment after a block of local steps: each worker has a model of its own."""
 
-    by_step = alarms_late = True
-    reads = corrected = False
+    alarms_late = by_part = True
+    reads = False
 
     def __init__(self, engine: Engine, machine: WorkerMachine) -> None:
         super().__init__(engine, machine)
+        self._measures = machine.measures
         self._goes_on: bool = machine.goes_on  # type: ignore[attr-defined]
         self._starts: dict[int, int] = {}  # local steps at which each turn's block begins
 
     def computed(self, worker: Worker) -> None:
-        machine = worker.machine
         worker.cargo.seconds += worker.spent
+        machine = worker.machine
         if self._goes_on:
             worker.cargo.made = machine.step
         elif machine.at_turn:  # a block starts: a worker that joins at this turn takes part from here in its data
@@ -500,39 +427,31 @@ class ValuesOfFragments(Carried):
         if not clock.number:
             self.trainer.begin(worker.rank)
         made = worker.cargo.made if self._goes_on else self._starts.get(worker.machine.turn, 0)
-        worker.machine.handle(StartsAt(made), now)
-
-    def sent(self, order: SendPush, worker: Worker) -> Sent:
-        cargo, part = worker.cargo, order.part
-        seconds, cargo.sendings[part] = cargo.seconds - cargo.sendings[part], cargo.seconds
-        content, samples = self.trainer.send(worker.rank, part), worker.batch * order.count
-        return Sent(order.step, part, order.count, samples, seconds, cargo.bases[part], content)
+        worker.machine.handle(machines.StartsAt(made), now)
 
     def pushed(self, sent: Sent, worker: Worker) -> Pushed:
-        block = sent.content
-        loss = block.loss if block is not None and "loss" in self.measures else None
-        lr = block.lr if block is not None and "lr" in self.measures else None
-        measured = NOT_MEASURED if loss is None and lr is None else Measured(loss, lr)
-        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, measured)
+        told = {name: getattr(sent.content, name) for name in self._measures if sent.content is not None}
+        return Pushed(worker.rank, sent.step, sent.samples, (), sent.count, Measured(**told))
+
+    def figures(self, worker: Worker) -> RecordLine:
+        return {}
 
     def released(self, clock: FragmentClock, worker: Worker) -> None:
         self.trainer.fetch(worker.rank, clock.number)
 
     def hear(self, clock: FragmentClock, release: Release, worker: Worker, now: float, version: int) -> None:
         worker.cargo.bases[clock.number] = version
-        self.engine.obey(worker.machine.handle(release, now, clock.number), worker, now)
+        super().hear(clock, release, worker, now, version)
 
-    def figures(self, worker: Worker) -> RecordLine | None:
-        return None
-
-    def waste(self, worker: Worker) -> None:
+    def end_life(self, worker: Worker) -> None:
         cargo, parts = worker.cargo, len(self.engine.clocks)
         worker.wasted += in_order(cargo.seconds - sent for sent in cargo.sendings) / parts
         for sent in cargo.flights:
             worker.wasted += sent.seconds / parts
 
     def close(self, alive: Sequence[Worker]) -> None:
-        super().close(alive)
+        for worker in alive:
+            self.end_life(worker)
         for clock in self.engine.clocks:
             for (rank, _), waiting in clock.sent.items():
                 self.engine.workers[rank].wasted += in_order(sent.seconds for sent in waiting) / len(self.engine.clocks)
@@ -554,26 +473,18 @@ class ModelsOfWorkers(Freight):
         self._there: dict[int, dict[int, float]] = {}  # step: worker: when all values sent to it have come
         self._oldest = 0  # the first step of which that is not forgotten
         self._askers: dict[int, set[int]] = {}  # of each worker, those that wait for its reply
-
-    def performs(self) -> Performs:
-        trainer = self.trainer
-        return {
-            SendPush: self._tell,
-            SendModel: self._send_model,
-            AskPartner: self._ask,
-            AnswerPartner: self._reply,
-            StepHere: lambda order, worker, now: trainer.step(worker.rank, order.number),
-            Begin: lambda order, worker, now: trainer.begin(worker.rank, order.empty),
-            Snapshot: lambda order, worker, now: trainer.snapshot(worker.rank),
-            AddStep: lambda order, worker, now: trainer.add_step(worker.rank),
-            Mix: lambda order, worker, now: trainer.mix(worker.rank, order.step, order.row, order.lost),
+        self.performs |= {
+            machines.SendPush: self._tell,
+            machines.SendModel: self._send_model,
+            machines.AskPartner: self._ask,
+            machines.AnswerPartner: self._reply,
         }
 
-    def _tell(self, order: SendPush, worker: Worker, now: float) -> None:
+    def _tell(self, order: machines.SendPush, worker: Worker, now: float) -> None:
         at = max(now, worker.left_at) if order.count else now
         self.engine.send(order, worker, at, NO_WEIGHTS)
 
-    def event(self, told: SendPush, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
+    def event(self, told: machines.SendPush, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         worker.used = self.engine.updates
         return self.engine.clocks[0], Pushed(worker.rank, told.step, worker.batch if told.count else 0)
 
@@ -583,21 +494,19 @@ class ModelsOfWorkers(Freight):
         steps = int(push.samples > 0)
         self.engine.workers[push.worker].steps += steps
         self.trainer.apply(apply, [clock.version], (), 0)
-        return steps
-
-    def arrived(self) -> None:
-        """All members have mixed what was sent two steps before the slowest one's: it is forgotten."""
-        while self._there and self._oldest + 2 <= self.engine.clocks[0].policy.progress.slowest:
+        # All members have mixed what was sent two steps before the slowest one's.
+        while self._there and self._oldest + 2 <= clock.policy.progress.slowest:
             self._there.pop(self._oldest, None)
             self.trainer.forget(self._oldest)
             self._oldest += 1
+        return steps
 
-    def arrivals(self, route: Route, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
-        told = route.answer([worker.rank for worker in answers], now, 0)
+    def arrivals(self, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
+        told = super().arrivals(answers, now, 0)
         there = (self._there.get(one.step - 1, {}).get(worker.rank, 0.0) for worker, one in answers.items())
         return [max(at, came) for at, came in zip(told, there, strict=True)]
 
-    def _send_model(self, order: SendModel, worker: Worker, now: float) -> None:
+    def _send_model(self, order: machines.SendModel, worker: Worker, now: float) -> None:
         self.trainer.send_model(worker.rank, order.step)
         receivers = [other for other, _ in order.row.send]
         worker.messages += len(receivers)
@@ -606,39 +515,41 @@ class ModelsOfWorkers(Freight):
         for other, at in zip(receivers, arrivals, strict=True):
             there[other] = max(at, there.get(other, 0.0))
 
-    def _ask(self, order: AskPartner, worker: Worker, now: float) -> None:
+    def _ask(self, order: machines.AskPartner, worker: Worker, now: float) -> None:
         partner = self.engine.workers[order.partner]
         self._askers.setdefault(partner.rank, set()).add(worker.rank)
         worker.messages += 1
-        self.engine.plan(self._route.send(worker.rank, [partner.rank], now)[1][0], self._asked, worker, order, partner.life)
+        _, (at,) = self._route.send(worker.rank, [partner.rank], now)
+        self.engine.plan(at, self._asked, worker, order, partner.life)
 
-    def _asked(self, now: float, worker: Worker, ask: AskPartner, partner_life: int) -> None:
+    def _asked(self, now: float, worker: Worker, ask: machines.AskPartner, partner_life: int) -> None:
         """The request of a worker has reached its partner. The event is the asker's: if this dies, it meets a newer life."""
         if worker.rank not in self._askers.get(ask.partner, ()) or worker.machine.step != ask.step:
             return  # the wait has ended: the partner was lost
         partner = self.engine.workers[ask.partner]
         if partner.alive and partner.life == partner_life:
-            self.engine.obey(partner.machine.handle(Requested(worker.rank, ask.step), now), partner, now)
+            self.engine.tell(machines.Requested(worker.rank, ask.step), partner, now)
         elif partner.alive or partner.rank not in self.engine.clocks[0].policy.members:
-            self._reply(AnswerPartner(worker.rank, ask.step, averaged=False), partner, now)
+            self._reply(machines.AnswerPartner(worker.rank, ask.step, averaged=False), partner, now)
 
-    def _reply(self, order: AnswerPartner, partner: Worker, now: float) -> None:
+    def _reply(self, order: machines.AnswerPartner, partner: Worker, now: float) -> None:
         asker = self.engine.workers[order.asker]
         at = self._route.push(asker.rank, now)
         if order.averaged:
             self.trainer.average(asker.rank, partner.rank)
             partner.messages += 1
-            at = self._route.send(partner.rank, [asker.rank], now)[1][0]
-        self.engine.plan(at, self._replied, asker, Replied(partner.rank, order.step, order.averaged))
+            _, (at,) = self._route.send(partner.rank, [asker.rank], now)
+        self.engine.plan(at, self._replied, asker, machines.Replied(partner.rank, order.step, order.averaged))
 
-    def _replied(self, now: float, worker: Worker, reply: Replied, version: int) -> None:
+    def _replied(self, now: float, worker: Worker, reply: machines.Replied, version: int) -> None:
         self._askers.get(reply.sender, set()).discard(worker.rank)
-        self.engine.obey(worker.machine.handle(reply, now), worker, now)
+        self.engine.tell(reply, worker, now)
 
-    def askers_of(self, rank: int) -> Sequence[int]:
-        return sorted(self._askers.pop(rank, ()))
+    def parted(self, rank: int, now: float) -> None:
+        for asker in sorted(self._askers.pop(rank, ())):
+            self.engine.tell(machines.Parted(rank), self.engine.workers[asker], now)
 
-    def life_ended(self, worker: Worker) -> None:
+    def end_life(self, worker: Worker) -> None:
         for waiting in self._askers.values():
             waiting.discard(worker.rank)
 
@@ -651,8 +562,3 @@ KINDS: dict[str, type[Freight]] = {
     "values": ValuesOfFragments,
     "nothing": ModelsOfWorkers,
 }
-
-
-def freight_of(engine: Engine, machine: WorkerMachine) -> Freight:
-    """What the pushes of this kind of machine bring."""
-    return KINDS[machine.brings](engine, machine)

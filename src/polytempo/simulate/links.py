@@ -1,32 +1,94 @@
-"""Links: how long pushes and answers take.
+"""Links: how long pushes, answers and all-reduces take.
 
 A route answers two questions: when does a push sent now arrive, and when do answers decided now arrive? Bytes pass a link
 one message after another, in the order they were sent (so a saturated server queues its workers), at the pace of the
 slower end; answers decided in one moment share the link and arrive together. The latency comes on top. Shards are cut
 evenly and joined alike, so they advance together: S of them are one server with S times the bandwidth and S times the
 update rate.
+
+An all-reduce costs what the textbook's formulas say: alpha is a message's latency, beta the seconds a byte takes on a link,
+gamma the seconds to add one up, n the bytes, p the ranks. They assume equal links and that all ranks start together, as
+they do after a barrier. (`collectives/cost.py` has formulas of the same algorithms for another purpose: it predicts our own
+plans, whose messages are chunks and whose hosts share links, to choose one. These are for clusters that are only described.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
+from polytempo.errors import ClusterError, nearest
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.collective_cost import all_reduce_seconds
 
 
-class Route(Protocol):
-    """The way of updates between workers and servers, or among workers."""
+@dataclass(frozen=True)
+class Costs:
+    """alpha, beta and gamma of a group of ranks."""
 
-    def push(self, worker: int, now: float) -> float:
-        """When a push sent now arrives."""
+    alpha: float
+    beta: float
+    gamma: float = 0.0
 
-    def answer(self, workers: list[int], now: float, together: int) -> list[float]:
-        """When new weights, decided on now from the pushes of `together` workers, arrive at each of `workers`."""
 
-    def applied(self, now: float) -> None:
-        """An update was decided on now."""
+def ring(p: int, n: float, c: Costs) -> float:
+    """Reduce-scatter, then all-gather, around a ring: the bytes a rank sends hardly depend on p."""
+    share = (p - 1) / p * n
+    return 2 * (p - 1) * c.alpha + 2 * share * c.beta + share * c.gamma
+
+
+def halving_doubling(p: int, n: float, c: Costs) -> float:
+    """Rabenseifner's: as few bytes as the ring in log p messages; ranks beyond a power of two pay two more."""
+    q = 1 << (p.bit_length() - 1)
+    share = (q - 1) / q * n
+    inner = 2 * math.log2(q) * c.alpha + 2 * share * c.beta + share * c.gamma
+    return inner if q == p else inner + 2 * c.alpha + 2 * n * c.beta + n * c.gamma
+
+
+def tree(p: int, n: float, c: Costs) -> float:
+    """Reduce to a root and broadcast from it, along a binomial tree."""
+    levels = math.ceil(math.log2(p))
+    return 2 * levels * (c.alpha + n * c.beta) + levels * n * c.gamma
+
+
+def hierarchical(p: int, n: float, inside: Costs, between: Costs, size: int) -> float:
+    """Inside each host a ring over its `size` ranks, between hosts a ring; the ranks of a host share its link."""
+    return ring(min(size, p), n, inside) + ring(math.ceil(p / size), n, between)
+
+
+FLAT: dict[str, Callable[[int, float, Costs], float]] = {"ring": ring, "halving-doubling": halving_doubling, "tree": tree}
+ALGORITHMS = (*FLAT, "hierarchical")
+
+
+def all_reduce_seconds(algorithm: str, cluster: Cluster, workers: int) -> float:
+    """The seconds of one all-reduce of the cluster's model over `workers` of its workers."""
+    if workers <= 1 or cluster.model_bytes == 0:
+        return 0.0
+    links = [cluster.link, *cluster.links.values()]
+    gamma = 1 / cluster.reduce_rate if cluster.reduce_rate else 0.0
+    slowest = Costs(max(link.latency for link in links), max(_seconds(1, link.bandwidth) for link in links), gamma)
+    if algorithm in FLAT:
+        seconds = FLAT[algorithm](workers, cluster.model_bytes, slowest)
+        # On a shared medium nothing is sent side by side: all ranks' bytes one after another.
+        return max(seconds, 2 * (workers - 1) * cluster.model_bytes * slowest.beta) if cluster.link.shared else seconds
+    if algorithm != "hierarchical":
+        known = ", ".join(ALGORITHMS)
+        raise ClusterError(f"unknown all-reduce {algorithm!r}; known: {known}{nearest(algorithm, ALGORITHMS)}")
+    if cluster.hosts is None:
+        raise ClusterError("hierarchical all-reduce needs to know the workers a host; give hosts with a size")
+    inside = Costs(cluster.hosts.latency, _seconds(1, cluster.hosts.bandwidth), gamma)
+    return hierarchical(workers, cluster.model_bytes, inside, slowest, cluster.hosts.size)
+
+
+def best_all_reduce(cluster: Cluster) -> str:
+    """The cheapest algorithm for all workers of this cluster; the ring where they tie."""
+    known = ALGORITHMS if cluster.hosts else tuple(FLAT)
+    return min(known, key=lambda name: all_reduce_seconds(name, cluster, cluster.workers))
+
+
+def _seconds(bytes_: float, bandwidth: float | None) -> float:
+    return bytes_ / bandwidth if bandwidth else 0.0
 
 
 class Queue:
@@ -43,21 +105,39 @@ class Queue:
         return self.free_at
 
 
-class ServerRoute:
+class Route:
+    """The way of updates between workers and servers, or among workers."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        links = [cluster.links.get(rank, cluster.link) for rank in cluster.ranks()]
+        self._shared = cluster.link.shared  # one medium carries all bytes
+        self._latency = [link.latency for link in links]
+        self._own_seconds = [_seconds(cluster.model_bytes, link.bandwidth) for link in links]
+
+    def push(self, worker: int, now: float) -> float:
+        """When a push sent now arrives."""
+        return now
+
+    def answer(self, workers: list[int], now: float, together: int) -> list[float]:
+        """When new weights, decided on now from the pushes of `together` workers, arrive at each of `workers`."""
+        raise NotImplementedError
+
+    def applied(self, now: float) -> None:
+        """An update was decided on now."""
+
+
+class ServerRoute(Route):
     """To the parameter-server shards and back."""
 
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
         n, servers, link = cluster.model_bytes, cluster.servers, cluster.link
-        ranks = cluster.ranks()
-        links = [cluster.links.get(rank, link) for rank in ranks]
-        self._latency = [one.latency for one in links]
-        self._own_seconds = [_seconds(n, one.bandwidth) for one in links]
         self._server_seconds = _seconds(n / servers.shards, servers.bandwidth or link.bandwidth)
-        if link.shared:  # one medium carries the bytes of all workers, both ways
+        if self._shared:  # the bytes of all workers, both ways
             self._server_seconds = _seconds(n, link.bandwidth)
         self._update_seconds = _seconds(n / servers.shards, servers.update_rate)
         self._in = Queue()
-        self._out = self._in if link.shared else Queue()
+        self._out = self._in if self._shared else Queue()
         self._updates = Queue()
 
     def push(self, worker: int, now: float) -> float:
@@ -84,56 +164,40 @@ class ServerRoute:
         return max(passed_server, start + self._own_seconds[worker]) + self._latency[worker]
 
 
-class AllReduceRoute:
+class AllReduceRoute(Route):
     """No server: when the last worker is ready, all take part in one all-reduce."""
 
     def __init__(self, cluster: Cluster, algorithm: str) -> None:
-        self._cluster = cluster
-        self._algorithm = algorithm
-        self._seconds: dict[int, float] = {}
-        all_reduce_seconds(algorithm, cluster, 2)  # refuse what is unknown before the run
-
-    def push(self, worker: int, now: float) -> float:
-        return now
-
-    def applied(self, now: float) -> None:
-        pass
+        self._seconds = cache(partial(all_reduce_seconds, algorithm, cluster))
+        self._seconds(2)  # refuse what is unknown before the run
 
     def answer(self, workers: list[int], now: float, together: int) -> list[float]:
-        if together not in self._seconds:
-            self._seconds[together] = all_reduce_seconds(self._algorithm, self._cluster, together)
-        return [now + self._seconds[together]] * len(workers)
+        return [now + self._seconds(together)] * len(workers)
 
 
-class PeerRoute:
+class PeerRoute(Route):
     """From worker to worker, over the links of both: a sender's carries the bytes for all its neighbours, a receiver's those
     of all its neighbours. What decides goes by messages without bytes, which take a latency."""
 
     def __init__(self, cluster: Cluster) -> None:
-        links = [cluster.links.get(rank, cluster.link) for rank in cluster.ranks()]
-        self._latency = [link.latency for link in links]
-        self._seconds = [_seconds(cluster.model_bytes, link.bandwidth) for link in links]
-        medium = Queue()  # of all bytes, where there is only one
-        self._out = [medium if cluster.link.shared else Queue() for _ in links]
-        self._in = [medium if cluster.link.shared else Queue() for _ in links]
-        self._shared = cluster.link.shared
+        super().__init__(cluster)
+        medium = Queue()
+        self._out = [medium if self._shared else Queue() for _ in cluster.ranks()]
+        self._in = [medium if self._shared else Queue() for _ in cluster.ranks()]
 
     def send(self, sender: int, receivers: Sequence[int], now: float) -> tuple[float, list[float]]:
         """When a model, sent now to each of these side by side, has left the sender, and when it arrives at each."""
         if not receivers:
             return now, []
-        left = self._out[sender].pass_through(now, len(receivers) * self._seconds[sender])
-        return left, [self._arrival(sender, receiver, left, now) for receiver in receivers]
-
-    def _arrival(self, sender: int, receiver: int, left: float, now: float) -> float:
-        passed = left if self._shared else self._in[receiver].pass_through(now, self._seconds[receiver])
-        return max(left, passed) + max(self._latency[sender], self._latency[receiver])
+        left = self._out[sender].pass_through(now, len(receivers) * self._own_seconds[sender])
+        arrivals = []
+        for receiver in receivers:
+            passed = left if self._shared else self._in[receiver].pass_through(now, self._own_seconds[receiver])
+            arrivals.append(max(left, passed) + max(self._latency[sender], self._latency[receiver]))
+        return left, arrivals
 
     def push(self, worker: int, now: float) -> float:
         return now + self._latency[worker]
-
-    def applied(self, now: float) -> None:
-        pass
 
     def answer(self, workers: list[int], now: float, together: int) -> list[float]:
         return [now + self._latency[worker] for worker in workers]
@@ -149,7 +213,3 @@ def make_route(cluster: Cluster, via: str) -> Route | None:
     if not any(latencies) and (cluster.model_bytes == 0 or not any(limit is not None for limit in limits)):
         return None
     return ServerRoute(cluster)
-
-
-def _seconds(bytes_: float, bandwidth: float | None) -> float:
-    return bytes_ / bandwidth if bandwidth else 0.0

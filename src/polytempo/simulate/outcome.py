@@ -13,8 +13,6 @@ from typing import Any
 
 from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.worker import Worker
-from polytempo.summation import in_order
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.version import VERSION
 
@@ -38,21 +36,6 @@ class Budget:
     def used(self, now: float, steps: int, samples: float, workers: int) -> float:
         """The share of the budget that is used up."""
         return max(now / self.seconds, steps / self.steps, samples / self.samples, steps / (self.steps_each * workers))
-
-
-class BudgetUse:
-    """How much of the steps and samples of a budget the whole job has used."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._steps = 0
-        self.samples = 0.0
-
-    def charge(self, steps: int, samples: float, parts: int = 1) -> bool:
-        """Count the steps and samples of an update, of one of the model's parts; true when the budget is used up."""
-        self._steps += steps
-        self.samples += samples / parts
-        return self._steps // parts >= self._budget.steps or self.samples >= self._budget.samples
 
 
 @dataclass(frozen=True)
@@ -92,6 +75,7 @@ class Outcome:
         staleness_max: Of the applied gradients.
         max_lead: The largest lead of a worker over the slowest, in steps.
         workers: The same for each worker.
+        fragments: Parts of the model that have updates of their own.
     """
 
     sync: str
@@ -109,6 +93,7 @@ class Outcome:
     staleness_max: int
     max_lead: int
     workers: tuple[WorkerOutcome, ...]
+    fragments: int = 1
 
     @cached_property
     def spec(self) -> Spec:
@@ -117,59 +102,17 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
-
-
-def sum_up(
-    workers: list[Worker], sync: str, via: str, seconds: float, updates: int, max_lead: int, model_bytes: float
-) -> Outcome:
-    """Sum up a run that ended at `seconds`; each message had `model_bytes`."""
-    parts = tuple(
-        WorkerOutcome(
-            worker=worker.rank,
-            steps=worker.steps,
-            samples=worker.steps * worker.batch if worker.samples is None else worker.samples,
-            discarded=worker.discarded,
-            computing_s=worker.computing,
-            waiting_s=worker.waiting,
-            communicating_s=worker.communicating,
-            present_s=worker.present,
-            bytes_sent=worker.messages * model_bytes,
-            staleness_mean=worker.staleness_sum / max(worker.steps, 1),
-            staleness_max=worker.staleness_max,
-        )
-        for worker in workers
-    )
-    present = in_order(part.present_s for part in parts) or 1.0
-    steps = sum(part.steps for part in parts)
-    samples = sum(part.samples for part in parts)
-    useful = in_order(worker.computing - worker.wasted for worker in workers)
-    return Outcome(
-        sync=sync,
-        via=via,
-        seconds=seconds,
-        steps=steps,
-        samples=samples,
-        discarded=sum(part.discarded for part in parts),
-        updates=updates,
-        samples_per_second=samples / seconds if seconds else 0.0,
-        efficiency=useful / present,
-        waiting=in_order(part.waiting_s for part in parts) / present,
-        communicating=in_order(part.communicating_s for part in parts) / present,
-        staleness_mean=sum(worker.staleness_sum for worker in workers) / max(steps, 1),
-        staleness_max=max(part.staleness_max for part in parts),
-        max_lead=max_lead,
-        workers=parts,
-    )
+        result = asdict(self)
+        del result["fragments"]
+        return result
 
 
 def meta_of(outcome: Outcome, cluster: Cluster, seed: int) -> dict[str, Any]:
     """What the contract asks of meta.json, for a run in virtual time."""
     result = outcome.as_dict()
     workers = result.pop("workers")
-    fragments = outcome.spec.fragments
-    if fragments > 1:  # each has lines of its own, as in a live job
-        result["optimizers"] = {str(fragment): outcome.sync for fragment in range(fragments)}
+    if outcome.fragments > 1:  # each has lines of its own, as in a live job
+        result["optimizers"] = {str(fragment): outcome.sync for fragment in range(outcome.fragments)}
     return {
         "spec": outcome.sync,
         "size": cluster.workers,

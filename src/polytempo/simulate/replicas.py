@@ -1,4 +1,4 @@
-"""What is a worker's own beside a simulated run: its values and optimizer, its buffers, and what it has to push.
+"""What is a worker's own beside a simulated run: its samples, values, optimizer and buffers, and what it has to push.
 
     Replica         a local step is one of the worker's own optimizer; nothing is pushed, values go to other workers
     SteppedReplica  a push brings the gradients of the steps since the last one
@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from polytempo.errors import UsageError
 from polytempo.optim.several_workers import GradientDivergence, with_change
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, known_name
+from polytempo.simulate.worker import EpochRange
+from polytempo.sync import momentum
 from polytempo.sync.blocks import Averaging
-from polytempo.sync.momentum import LOOKAHEAD, MomentumForm, check_kept, form_of
+from polytempo.sync.momentum import MomentumForm, check_kept, form_of
 from polytempo.sync.spec import Spec
 from polytempo.tasks import TensorPair
 
@@ -43,6 +46,41 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def cloned(tensors: Sequence[torch.Tensor]) -> Weights:
     """The values of tensors, in memory of their own."""
     return [tensor.detach().clone() for tensor in tensors]
+
+
+class Shards:
+    """The training samples of each worker: a new shuffle each epoch, each worker every n-th of it, whole batches only."""
+
+    def __init__(self, size: int, ranks: int, batches: Sequence[int], seed: int) -> None:
+        self._size, self._batches, self._seed = size, batches, seed
+        self.workers = ranks  #: among which the samples are dealt
+        self._shuffles: dict[int, torch.Tensor] = {}
+        short = size // ranks
+        if short < max(batches):
+            raise UsageError(
+                f"{size} samples over {ranks} workers are {short} each, less than a batch of {max(batches)}; "
+                f"use a smaller batch or fewer workers"
+            )
+
+    def batch(self, worker: int, step: int) -> torch.Tensor:
+        """The indices of a worker's samples in its step."""
+        batch = self._batches[worker]
+        epoch, place = divmod(step, (self._size // self.workers) // batch)
+        mine = self.order(epoch)[worker :: self.workers]
+        return mine[place * batch : (place + 1) * batch]
+
+    def at(self, places: Sequence[EpochRange]) -> torch.Tensor:
+        """The indices of samples that were dealt out."""
+        return torch.cat([self.order(epoch)[start:stop] for epoch, start, stop in places])
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """The indices of all samples in the order of an epoch."""
+        if epoch not in self._shuffles:
+            if len(self._shuffles) > 64:  # workers are rarely further apart; a shuffle is made again if one is
+                self._shuffles.clear()
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._shuffles[epoch] = torch.randperm(self._size, generator=generator)
+        return self._shuffles[epoch]
 
 
 class SampleGradients:
@@ -100,10 +138,10 @@ class Replica:
 
     def step(self, gradient: Gradient, loss: torch.Tensor) -> None:
         """A local step, along a gradient that was taken on the snapshot, or on the values."""
-        if self.snapshot is not None:
-            self._stepped = self._walk(self.snapshot, [gradient])
-        else:
+        if self.snapshot is None:
             self.values = self._walk(self.values, [gradient])
+        else:
+            self._stepped = self._walk(self.snapshot, [gradient])
 
     def add_step(self) -> None:
         """The step on the snapshot is added to the values."""
@@ -143,9 +181,9 @@ class SteppedReplica(Replica):
         super().__init__(values, make_optimizer)
         self.kept: deque[Gradient] = deque()  #: in order
         self.under_way: deque[int] = deque()  #: steps of each push
-        self._settled = self._forgotten = 0  # steps whose push was applied, or dropped; and those that are not kept any more
-        self._fetched: tuple[FetchedValues, int] | None = None  # and how many of its steps they contain
-        self._next = SentSteps([], values)
+        self._fetched: FetchedValues | None = None
+        self._settled = 0  # steps whose push was applied, or dropped, since these were requested: they lack them
+        self._next = SentSteps([], values)  # the push that they are gathered for
 
     def step(self, gradient: Gradient, loss: torch.Tensor) -> None:
         if not self._next.gradients:
@@ -155,7 +193,6 @@ class SteppedReplica(Replica):
         super().step(gradient, loss)
 
     def send(self, part: int) -> SentSteps:
-        """Push the steps since the last push."""
         sent, self._next = self._next, SentSteps([], self.values)
         self.under_way.append(len(sent.gradients))
         return sent
@@ -163,25 +200,23 @@ class SteppedReplica(Replica):
     def settle(self) -> None:
         """The oldest push under way was applied or dropped: a fetch in flight lacks it, later ones do not."""
         self._settled += self.under_way.popleft()
-        self._forget()
+        if self._fetched is None:
+            self._forget()
 
     def fetch(self, part: int, newest: FetchedValues) -> None:
-        """Values were sent to it."""
-        self._fetched = newest, self._settled
+        self._fetched = newest
 
     def install(self, part: int) -> FetchedValues:
-        """They have arrived."""
         assert self._fetched is not None
-        (fetched, _), self._fetched = self._fetched, None
+        fetched, self._fetched = self._fetched, None
         self.values = self._walk(fetched.values, self.kept)
         self._forget()
         return fetched
 
     def _forget(self) -> None:
-        needed = self._settled if self._fetched is None else self._fetched[1]
-        while self._forgotten < needed:
+        for _ in range(self._settled):
             self.kept.popleft()
-            self._forgotten += 1
+        self._settled = 0
 
 
 @dataclass
@@ -207,7 +242,7 @@ class BlockReplica(Replica):
     """
 
     def __init__(
-        self, values: Weights, make_optimizer: OptimizerFactory, fragments: Sequence[slice], averaging: Averaging
+        self, fragments: Sequence[slice], averaging: Averaging, values: Weights, make_optimizer: OptimizerFactory
     ) -> None:
         super().__init__(values, make_optimizer)
         self._fragments, self._averaging = fragments, averaging
@@ -222,7 +257,6 @@ class BlockReplica(Replica):
             losses.append(float(loss))
 
     def send(self, part: int) -> SentValues:
-        """Push a fragment."""
         values = own = self._sent[part] = self.values[self._fragments[part]]
         if self._averaging.decoupled:
             values = [base - value for base, value in zip(self._base[part], own, strict=True)]
@@ -235,11 +269,9 @@ class BlockReplica(Replica):
         return SentValues(values, state, rates, sum(losses) / len(losses) if losses else None)
 
     def fetch(self, part: int, newest: FetchedValues) -> None:
-        """Values were sent to it."""
         self._fetched[part] = newest
 
     def install(self, part: int) -> FetchedValues:
-        """They have arrived."""
         fetched, sent, fragment = self._fetched[part], self._sent[part], self._fragments[part]
         self._sent[part], self._base[part] = None, fetched.values
         self.values = list(self.values)
@@ -275,7 +307,7 @@ class OwnMomentum:
         name = known_name(self._optimizer)
         check_kept(spec.text, name, type(self._optimizer).__name__)
         self.form = form_of(name, self._optimizer.param_groups)
-        looks_ahead = spec.worker_momentum == LOOKAHEAD
+        looks_ahead = spec.worker_momentum == momentum.LOOKAHEAD
         self._momentum = (
             GradientMomentum(self._optimizer, looks_ahead, spec.spike)
             if self.form is MomentumForm.GRADIENT

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from polytempo.errors import UsageError, WrongType
 from polytempo.optim.worker_momentum import known_name
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.datasets import Shards, as_tensors
 from polytempo.simulate.outcome import Outcome
-from polytempo.simulate.replicas import LossFn, OptimizerFactory, trainable
+from polytempo.simulate.replicas import LossFn, OptimizerFactory, Shards, trainable
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_model import VirtualModel
 from polytempo.sync.spec import Spec, parse_spec
+from polytempo.tasks import TensorPair
 
 MetricFn = Callable[[torch.Tensor, torch.Tensor], float]
 
@@ -116,7 +117,7 @@ def train_virtually(
         beside.observers.append(evaluate)
         outcome = simulate_job(
             cluster,
-            spec.text,
+            spec,
             via=via,
             seed=seed,
             record=record,
@@ -126,6 +127,21 @@ def train_virtually(
             **budget,
         )
     return TrainingRun(outcome, tuple(curve.items()), beside.evaluable(), beside.spread.mean)
+
+
+def as_tensors(data: Any, name: str) -> TensorPair:
+    """Inputs and targets from a pair of tensors, or from a data set of (input, target) items."""
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, torch.Tensor) for part in data):
+        inputs, targets = data
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        items = [data[index] for index in range(len(data))]
+        inputs = torch.stack([torch.as_tensor(x) for x, _ in items])
+        targets = torch.stack([torch.as_tensor(y) for _, y in items])
+    else:
+        raise WrongType(f"expected {name} as (inputs, targets) or as a data set with items, got {type(data).__name__}")
+    if len(inputs) != len(targets) or len(inputs) == 0:
+        raise UsageError(f"{name}: expected as many inputs as targets, got {len(inputs)} and {len(targets)}")
+    return inputs, targets
 
 
 def settled_spec(sync: str, model: nn.Module, optimizer: OptimizerFactory, workers: int) -> Spec:

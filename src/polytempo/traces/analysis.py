@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from polytempo.traces.causes import CAUSES, SLOW, Factors, factors_of, what_if
-from polytempo.traces.job import JobTrace
+from polytempo.traces.job import JobTrace, ideal_seconds, job_seconds
 from polytempo.traces.modes import BY_COST, IN_ORDER, ModePrediction, predict
-from polytempo.traces.resimulate import ideal_seconds, job_seconds
 
 #: A cause is named, and a mode recommended, from this gain on.
 WORTH = 1.05
@@ -134,7 +133,9 @@ def _cause(found: TraceAnalysis, cause: str) -> str:
     others, part = ("replicas", "micro-batch") if found.stages > 1 else ("workers", "step")
     costs = f"costs {found.actual - found.without[cause]:.2f} s of {found.actual:.2f} s a step"
     if cause == "worker":
-        names = [f"{_place(found, one)} ({one.factor:.2f}x)" for one in found.slow[:NAMED]]
+        staged = found.stages > 1
+        places = [f"stage {one.stage} of replica {one.replica}" if staged else f"worker {one.replica}" for one in found.slow]
+        names = [f"{place} ({one.factor:.2f}x)" for place, one in zip(places, found.slow[:NAMED], strict=False)]
         more = f" and {len(found.slow) - NAMED} more" if len(found.slow) > NAMED else ""
         return f"slow against the other {others} at the same work: {', '.join(names)}{more}; {costs}"
     if cause == "cost":
@@ -143,10 +144,6 @@ def _cause(found: TraceAnalysis, cause: str) -> str:
         heavy = f"stage {found.heaviest_stage} takes {found.heaviest_factor:.2f}x the mean of the other stages"
         return f"an uneven partition: {heavy}, in every replica; {costs}"
     return f"passing stalls, now of one worker, now of another; {costs}"
-
-
-def _place(found: TraceAnalysis, one: SlowWorker) -> str:
-    return f"stage {one.stage} of replica {one.replica}" if found.stages > 1 else f"worker {one.replica}"
 
 
 def _advice(found: TraceAnalysis) -> str:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median, median_low
 
-from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep
-from polytempo.traces.resimulate import job_seconds
+from polytempo.traces.job import BatchSeconds, JobTrace, job_seconds
 
 #: Differences of slowness below this are noise.
 SAME = 0.05
@@ -36,6 +35,9 @@ SLOW = 1.1
 JobCosts = tuple[tuple[tuple[float, ...], ...], ...]
 #: (forward, backward) of each replica and stage.
 WorkerFactors = tuple[tuple[tuple[float, float], ...], ...]
+
+#: What the seconds of a computation become: step, replica, micro-batch, stage, way, seconds.
+Change = Callable[[int, int, int, int, int, float], float]
 
 CAUSES = ("worker", "cost", "stage", "stalls")
 
@@ -68,7 +70,8 @@ class Factors:
 def factors_of(job: JobTrace) -> Factors:
     """Take the seconds of a job apart."""
     known = all(step.costs for step in job.steps)
-    costs = _scaled([step.costs if known else _ones(step) for step in job.steps])
+    ones = [tuple((1.0,) * len(batches) for batches in step.replicas) for step in job.steps]
+    costs = _scaled([step.costs for step in job.steps] if known else ones)
     usual, slowness = _machines(job, costs)
     if not known and not job.divided:
         costs = _scaled(
@@ -82,10 +85,6 @@ def factors_of(job: JobTrace) -> Factors:
         )
         usual, slowness = _machines(job, costs)
     return Factors(usual, slowness, costs)
-
-
-def _ones(step: RecordedStep) -> tuple[tuple[float, ...], ...]:
-    return tuple((1.0,) * len(batches) for batches in step.replicas)
 
 
 def _scaled(costs: Sequence[tuple[tuple[float, ...], ...]]) -> JobCosts:
@@ -146,25 +145,20 @@ def what_if(job: JobTrace, factors: Factors) -> dict[str, float]:
     """The step time if one cause were not there, for each of `CAUSES`."""
     mean = [sum(stage[way] for stage in factors.usual) / job.stages for way in (0, 1)]
 
-    def without_slowness(step: int, replica: int, batch: int, stage: int, way: int, seconds: float) -> float:
-        return seconds / factors.slowness[replica][stage][way]
-
-    def without_cost(step: int, replica: int, batch: int, stage: int, way: int, seconds: float) -> float:
-        return seconds / factors.costs[step][replica][batch]
-
-    def without_stages(step: int, replica: int, batch: int, stage: int, way: int, seconds: float) -> float:
-        return seconds * mean[way] / (factors.usual[stage][way] or 1.0)
-
     def without_stalls(step: int, replica: int, batch: int, stage: int, way: int, seconds: float) -> float:
         usual = factors.usual[stage][way] * factors.slowness[replica][stage][way] * factors.costs[step][replica][batch]
         return seconds if seconds < STALL * usual else usual
 
-    evened = (without_slowness, without_cost, without_stages, without_stalls)
-    return {cause: job_seconds(_changed(job, even)) for cause, even in zip(CAUSES, evened, strict=True)}
+    evened: dict[str, Change] = {
+        "worker": lambda step, replica, batch, stage, way, seconds: seconds / factors.slowness[replica][stage][way],
+        "cost": lambda step, replica, batch, stage, way, seconds: seconds / factors.costs[step][replica][batch],
+        "stage": lambda step, replica, batch, stage, way, seconds: seconds * mean[way] / (factors.usual[stage][way] or 1.0),
+        "stalls": without_stalls,
+    }
+    return {cause: job_seconds(_changed(job, evened[cause])) for cause in CAUSES}
 
 
-def _changed(job: JobTrace, change: Callable[[int, int, int, int, int, float], float]) -> JobTrace:
-    """The job with the seconds of each computation changed: step, replica, micro-batch, stage, way, seconds."""
+def _changed(job: JobTrace, change: Change) -> JobTrace:
 
     def batches(step: int, replica: int, recorded: Iterable[BatchSeconds]) -> tuple[BatchSeconds, ...]:
         return tuple(

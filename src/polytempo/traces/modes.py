@@ -19,17 +19,23 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.durations import Trace
+from polytempo.simulate.cluster import Cluster, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Action, Release
 from polytempo.sync.events import Joined, Measured, Pushed
-from polytempo.sync.machine import ABANDON, Computed, Orders, SendPush, TimeUp
+from polytempo.sync.machine import Abandon, Computed, Orders, SendPush, TimeUp
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.traces.causes import Factors
-from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep
-from polytempo.traces.resimulate import joint_seconds, replica_ends, replica_seconds, step_seconds
+from polytempo.traces.job import (
+    BatchSeconds,
+    JobTrace,
+    RecordedStep,
+    joint_seconds,
+    replica_ends,
+    replica_seconds,
+    step_seconds,
+)
 
 #: Modes in virtual time run through the trace this often: what is under way at the end counts less.
 REPEATS = 4
@@ -154,7 +160,10 @@ class _Rounds:
         """As many rounds as steps are recorded."""
         works: list[_Work] = []
         for index, step in enumerate(self.job.steps):
-            works = self._batches(index) if self.brings == "batches" else self._shares(index)
+            if self.brings == "batches":
+                works = [self._until_push(index, replica, machine) for replica, machine in enumerate(self.machines)]
+            else:
+                works = self._shares(index)
             times = [max(work.ends) for work in works]
             for worker in sorted(range(len(works)), key=times.__getitem__):
                 _, count, work, computed = works[worker]
@@ -186,11 +195,8 @@ class _Rounds:
             works.append(_Work(ends, len(mine), work, max(ends)))
         return works
 
-    def _batches(self, index: int) -> list[_Work]:
-        """Every replica computes as many of its own micro-batches as its machine orders, and pushes."""
-        return [self._until_push(index, replica, machine) for replica, machine in enumerate(self.machines)]
-
     def _until_push(self, index: int, replica: int, machine: Any) -> _Work:
+        """A replica computes as many of its own micro-batches as its machine orders, and pushes."""
         sync, stages = self.job.steps[index].sync, self.job.stages
         begun, end = self.late.pop(replica, (self.now, self.now))
         computed = self._done(machine, begun, end)[1] if begun < end <= self.now else 0.0
@@ -214,7 +220,7 @@ class _Rounds:
     def _done(self, machine: Any, begun: float, end: float) -> tuple[Orders, float]:
         """A micro-batch is computed: what its replica does now, and the seconds that count."""
         orders = machine.handle(Computed(end - begun), end)
-        return orders, 0.0 if ABANDON in orders else end - begun
+        return orders, 0.0 if Abandon() in orders else end - begun
 
 
 def _in_virtual_time(job: JobTrace, spec: Spec, seed: int) -> ModePrediction:

@@ -1,4 +1,5 @@
-"""Reads the operations of a job's ranks from an .npz file, one array a column:
+"""Reads a trace from a file, by its suffix: step times of workers (.csv, .jsonl; `step_times.py`), or the operations of a
+job's ranks from an .npz file, one array a column:
 
     dp_rank, stage, step    which replica, which pipeline stage, which step
     op                      index into `ops`, the names of operations
@@ -11,6 +12,7 @@ These are the columns of the public artifact of "Understanding Stragglers in Lar
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
@@ -18,6 +20,7 @@ from zipfile import BadZipFile
 from polytempo.errors import UsageError
 from polytempo.pipeline.schedules import make
 from polytempo.traces.job import BatchSeconds, JobTrace, RecordedStep, SyncSeconds
+from polytempo.traces.step_times import step_times_from
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,9 +39,23 @@ KNOWN = {*COMPUTE, *(name for pair in MESSAGES for name in pair), BEFORE, TIED, 
 SCHEDULES = ("1f1b", "gpipe", "sequential")
 
 
-def read_operations(path: Path) -> JobTrace:
-    """The job of an .npz file."""
-    return _Operations(path).job()
+def read_trace(path: Path) -> JobTrace:
+    """The recorded job."""
+    if path.is_dir():
+        like = f"--like {shlex.quote(str(path))}"
+        raise UsageError(f"{path} is a folder, expected a file; the record of a run is read by {like}")
+    if not path.exists():
+        raise UsageError(f"cannot read {path}: there is no such file")
+    if path.suffix == ".npz":
+        return _Operations(path).job()
+    if path.suffix not in (".csv", ".jsonl"):
+        raise UsageError(
+            f"expected a trace that ends in .npz (operations of ranks), .csv or .jsonl (worker, step, seconds), got {path}"
+        )
+    try:
+        return step_times_from(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
 
 
 class _Operations:

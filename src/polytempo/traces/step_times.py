@@ -41,14 +41,13 @@ def step_times_from(text: str, where: str) -> JobTrace:
     has_work = {work is not None for _, work in rows.values()}
     if len(has_work) > 1:
         raise UsageError(f"{where}: some lines have work and some have none; give it in all of them, or leave it out")
-    times = [[rows[step, worker] for worker in range(workers)] for step in whole]
-    return JobTrace(1, workers, tuple(_step(*one) for one in zip(whole, times, strict=True)), "sequential", divided=True)
-
-
-def _step(number: int, rows: list[tuple[float, float | None]]) -> RecordedStep:
-    batches = tuple((((seconds / PARTS, 0.0),),) * PARTS for seconds, _ in rows)
-    works = [work for _, work in rows if work is not None]
-    return RecordedStep(number, batches, costs=tuple((work / PARTS,) * PARTS for work in works))
+    steps = []
+    for step in whole:
+        times = [rows[step, worker] for worker in range(workers)]
+        batches = tuple((((seconds / PARTS, 0.0),),) * PARTS for seconds, _ in times)
+        costs = tuple((work / PARTS,) * PARTS for _, work in times if work is not None)
+        steps.append(RecordedStep(step, batches, costs=costs))
+    return JobTrace(1, workers, tuple(steps), "sequential", divided=True)
 
 
 def _rows(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
