@@ -70,7 +70,7 @@ class Driver:
         total = self.buffer if self.count else None
         measures = Measures(samples=float(self.samples), count=self.count, computed=0.01, busy=busy)
         self.samples = self.count = 0
-        return self.rounds.exchange(total, self.optimizer._hyper.now(), measures, ())
+        return self.rounds.exchange(total, self.optimizer._wrapped.hyper(), measures, ())
 
     def round(self, batches: Sequence[Batch]) -> RoundOutcome:
         for batch in batches:
@@ -256,7 +256,7 @@ def test_a_worker_that_dies_after_its_push(hosts: int) -> None:
         driver = Driver(model, STATEFUL["momentum"])
         if session.rank == 2:
             driver.add(data[0][2])
-            hyper = driver.optimizer._hyper.now()
+            hyper = driver.optimizer._wrapped.hyper()
             driver.rounds.reducer.begin(driver.buffer, hyper, Measures(samples=6, computed=0.01))
             pushed.set()
             session._close_world(politely=False)

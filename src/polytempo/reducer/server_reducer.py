@@ -116,6 +116,8 @@ class ServerReducer(Reducer):
         momentum: Of this worker: what is pushed is made of it and the gradients, which stay what they are.
     """
 
+    on_servers = True
+
     def __init__(
         self,
         session: Session,
@@ -136,7 +138,8 @@ class ServerReducer(Reducer):
         device = device_of(session.devices, self.client, self._sync, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
         super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)), delay)
-        self.holds_state = spec.apply == "server" and momentum is None
+        # Where models are averaged, what servers keep is the state of the outer step, and not of the script's optimizer.
+        self.holds_state = spec.apply == "server" and momentum is None and not self._sync.capabilities.averages
         self.pulls = True  #: shall answers bring the dense values?
         self.own = 0  #: pushes of this worker since the version that the next one is made on
         changes, replaces = spec.apply == "delta", self._sync.capabilities.rounds or self._sync.averaging is not None
@@ -503,7 +506,6 @@ class ServerReducer(Reducer):
         return self._values.read_segments("state")
 
     def saved_state(self) -> list[SegmentState]:
-        """State of the script's optimizer that servers kept in the job of the checkpoint, and workers go on with."""
         return self._values.read_segments("saved state")
 
     def load_state(self, state: Sequence[SegmentState]) -> None:

@@ -93,6 +93,7 @@ class BlockMachine(WorkerMachine):
 
     def __init__(self, averaging: Averaging, last: float = math.inf) -> None:
         super().__init__(last)
+        self.averaging = averaging  #: what a driver must know of it
         self.parts = averaging.fragments
         self.measures = frozenset(name for name, asked in (("loss", averaging.loss), ("lr", averaging.lr)) if asked)
         self.goes_on = averaging.decoupled  #: one that comes back takes up its data where it left it

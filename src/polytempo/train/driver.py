@@ -19,9 +19,9 @@ import torch
 
 from polytempo.protocol.push import Measures, no_steps
 from polytempo.reducer.reducer import Reducer
+from polytempo.sync import machine as machines
 from polytempo.sync.actions import Admit, Release
-from polytempo.sync.machine import COMPUTED, DROPPED, Compute, LoggedMachine, Orders, WorkerEvent, WorkerMachine
-from polytempo.sync.spec import Spec
+from polytempo.sync.machine import LoggedMachine, Orders, WorkerEvent, WorkerMachine
 
 
 @dataclass
@@ -73,6 +73,19 @@ class StepUpdate(ABC):
         """Load the job's newest values."""
         reducer.read_values()
 
+    def samples(self) -> float:
+        """The weight of the next step, where the script does not say it."""
+        return 1.0
+
+    def state(self, reducer: Reducer) -> dict[str, Any]:
+        """What is kept beside the optimizer's state, and belongs to its `state_dict()`."""
+        residual = reducer.residual()
+        return {"filters": residual} if residual else {}
+
+    def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
+        """Go on from what `state` has put into a `state_dict()`."""
+        reducer.load_residual(state.get("filters", {}))
+
     def stats(self) -> dict[str, Any]:
         """Figures of this way."""
         return {}
@@ -82,13 +95,10 @@ class StepUpdate(ABC):
 LivePerforms = dict[type, Callable[[Any], object]]
 
 
-def machine_for(spec: Spec, reducer: Reducer) -> WorkerMachine:
-    """A fresh machine for an optimizer of this worker, whose events and orders the session may want to see."""
-    session = reducer.session
-    machine = spec.machine(session.rank)
-    if session.machine_log is None:
-        return machine
-    return cast(WorkerMachine, LoggedMachine(machine, reducer.name, session.machine_log))
+def logged(machine: WorkerMachine, reducer: Reducer) -> WorkerMachine:
+    """The machine of an optimizer of this worker, whose events and orders the session may want to see."""
+    log = reducer.session.machine_log
+    return machine if log is None else cast(WorkerMachine, LoggedMachine(machine, reducer.name, log))
 
 
 def nothing(order: object) -> None:
@@ -107,7 +117,11 @@ class MachineUpdate(StepUpdate):
         self._machine, self._reducer = machine, reducer
         self._request = no_request()  # the one that is carried out
         self._result: Any = None  # what its closure has returned
-        self._performs = {Compute: nothing, **self.performs()}
+        self._performs: LivePerforms = {
+            machines.Compute: nothing,
+            machines.AskAgain: lambda order: self._tell(machines.ASKED),
+            **self.performs(),
+        }
 
     @abstractmethod
     def performs(self) -> LivePerforms:
@@ -124,7 +138,7 @@ class MachineUpdate(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         self._request, self._result = request, None
-        self._tell(COMPUTED)
+        self._tell(machines.COMPUTED)
         while not self._machine.computes:
             self._wait()
         return self._result
@@ -138,11 +152,11 @@ class MachineUpdate(StepUpdate):
         """Tell the machine of the release that has come."""
         reducer = self._reducer
         if reducer.step > self._machine.step:  # its push was discarded, and the job is further
-            self._tell(DROPPED)
+            self._tell(machines.DROPPED)
         self._tell(Release(reducer.session.rank, reducer.released, reducer.step, reducer.directive))
 
-    def _tell(self, event: WorkerEvent) -> None:
-        self._obey(self._machine.handle(event, time.monotonic()))
+    def _tell(self, event: WorkerEvent, part: int = 0) -> None:
+        self._obey(self._machine.handle(event, time.monotonic(), part))
 
     def _obey(self, orders: Orders) -> None:
         for order in orders:

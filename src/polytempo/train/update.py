@@ -29,7 +29,8 @@ from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.gradient_mean import GradientMean
 from polytempo.reducer.optimizer_spec import RuleAlone
 from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.sync.machine import COMPUTED, PushStep, WorkerMachine
+from polytempo.sync import machine as machines
+from polytempo.sync.machine import PushStep, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, StepUpdate
 from polytempo.train.model_tables import ModelTables
 
@@ -61,7 +62,7 @@ class PushEachStep(MachineUpdate):
     def step(self, request: StepRequest) -> Any:
         self._reducer.take_answer()
         self._request, self._result = request, None
-        self._tell(COMPUTED)
+        self._tell(machines.COMPUTED)
         self._hear()
         return self._result
 
