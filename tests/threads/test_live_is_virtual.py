@@ -4,15 +4,17 @@ and the recorded events of the job, told to a fresh policy, give the recorded ac
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import check_record, loss_of, small_batches, small_model
 
 from polytempo.session.session import Session
-from polytempo.sync.machine import Computed, MachineEntry, PushStep, SendPush
-from polytempo.sync.spec import parse_spec
+from polytempo.sync.machine import Computed, Orders, PushStep, SendPush, WorkerEvent, WorkerMachine
+from polytempo.sync.spec import Spec, parse_spec
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 
@@ -28,16 +30,41 @@ MODES = (
 )
 
 
+@dataclass(frozen=True)
+class MachineEntry:
+    """What a machine was told, and what it ordered then."""
+
+    event: WorkerEvent
+    now: float
+    part: int
+    orders: Orders
+
+
+class LoggedMachine:
+    """A machine whose events and orders are logged."""
+
+    def __init__(self, machine: WorkerMachine, log: list[MachineEntry]) -> None:
+        self._machine, self._log = machine, log
+
+    def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
+        orders = self._machine.handle(event, now, part)
+        self._log.append(MachineEntry(event, now, part, tuple(orders)))
+        return orders
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+
 def of_first(order: PushStep | SendPush) -> bool:
     return isinstance(order, PushStep) or not order.part
 
 
 @pytest.mark.parametrize("sync", MODES)
-def test_fresh_machines_give_the_same_orders(sync: str, tmp_path: Path) -> None:
+def test_fresh_machines_give_the_same_orders(sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logs: dict[int, list[MachineEntry]] = defaultdict(list)
+    fresh_machine = Spec.machine
 
     def work(session: Session) -> None:
-        session.machine_log = logs[session.rank].append
         model = small_model()
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
         for batches in small_batches(STEPS, [4] * WORKERS):
@@ -45,7 +72,8 @@ def test_fresh_machines_give_the_same_orders(sync: str, tmp_path: Path) -> None:
             loss_of(model, batches[session.rank]).backward()
             optimizer.step()
 
-    with ThreadJob(WORKERS, 1, sync, record=tmp_path) as job:
+    with ThreadJob(WORKERS, 1, sync, record=tmp_path) as job, monkeypatch.context() as patch:
+        patch.setattr(Spec, "machine", lambda spec, rank: LoggedMachine(fresh_machine(spec, rank), logs[rank]))
         job.run(work)
     spec = parse_spec(sync)
     for rank in range(WORKERS):

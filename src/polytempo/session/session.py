@@ -53,7 +53,6 @@ from polytempo.session.metrics import plain_figures
 from polytempo.session.round_clock import RoundClock
 from polytempo.session.strategy_scope import StrategyScope
 from polytempo.sync.compatibility import Feature, check_features
-from polytempo.sync.machine import MachineEntry
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
@@ -102,7 +101,6 @@ class Session:
         self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
         self.flushing: list[Callable[[], None]] = []  #: calls that send what is outstanding, before `joining`
         self.closing: list[Callable[[], None]] = []  #: calls that end threads which use the client
-        self.machine_log: Callable[[MachineEntry], object] | None = None  #: is given all that machines are told and order
         self.round_clock = RoundClock()  #: times rounds with deadlines
         self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -364,33 +364,6 @@ class StepMachine(WorkerMachine):
         elif isinstance(event, Admit):
             self.step = event.step
         return NO_ORDERS
-
-
-@dataclass(frozen=True)
-class MachineEntry:
-    """What a machine was told, and what it ordered then: fed to a fresh machine, the same events give the same orders."""
-
-    optimizer: str
-    event: WorkerEvent
-    now: float
-    part: int
-    orders: tuple[WorkerOrder, ...]
-
-
-class LoggedMachine:
-    """A machine whose events and orders are logged."""
-
-    def __init__(self, machine: WorkerMachine, optimizer: str, log: Callable[[MachineEntry], object]) -> None:
-        self._machine, self._optimizer, self._log = machine, optimizer, log
-
-    def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
-        """As the machine does."""
-        orders = self._machine.handle(event, now, part)
-        self._log(MachineEntry(self._optimizer, event, now, part, tuple(orders)))
-        return orders
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._machine, name)
 
 
 def a_push_each_step(worker: int, last: float, *_: Any, **__: Any) -> WorkerMachine:

@@ -36,7 +36,7 @@ from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
-from polytempo.train.driver import StepUpdate, logged
+from polytempo.train.driver import StepUpdate
 from polytempo.train.fragment import AveragedModel, Companions, Fragment, FragmentBuilder
 from polytempo.train.gossip import GossipUpdate
 from polytempo.train.local_steps import LocalStepUpdate
@@ -160,8 +160,7 @@ def make_update(part: JobPart, wrapped: Wrapped) -> StepUpdate:
     if reducer is None:
         update = StepAlone(wrapped, RuleAlone(plan.hyper, wrapped.optimizer) if plan.spec.mode.rule else None)
     else:
-        part.machine = logged(machine, reducer)
-        update = UPDATES[part.machine.brings](part, reducer, wrapped)
+        update = UPDATES[machine.brings](part, reducer, wrapped)
     if plan.ranks.reports(part.name) and session.client is not None:
         update = CountedSteps(update, session, StepClock(session, part.name, plan.ranks.members))
     if plan.spec.capabilities.by_speed and part.deals:

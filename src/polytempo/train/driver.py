@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from polytempo.protocol.push import Measures, no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.sync import machine as machines
 from polytempo.sync.actions import Admit, Release
-from polytempo.sync.machine import LoggedMachine, Orders, WorkerEvent, WorkerMachine
+from polytempo.sync.machine import Orders, WorkerEvent, WorkerMachine
 
 
 @dataclass
@@ -93,12 +93,6 @@ class StepUpdate(ABC):
 
 #: What each kind of order does here.
 LivePerforms = dict[type, Callable[[Any], object]]
-
-
-def logged(machine: WorkerMachine, reducer: Reducer) -> WorkerMachine:
-    """The machine of an optimizer of this worker, whose events and orders the session may want to see."""
-    log = reducer.session.machine_log
-    return machine if log is None else cast(WorkerMachine, LoggedMachine(machine, reducer.name, log))
 
 
 def nothing(order: object) -> None:
