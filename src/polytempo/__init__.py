@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from polytempo.optim.asup import AsuP as AsuP
     from polytempo.pipeline.actions import Schedule as Schedule
     from polytempo.pipeline.pipeline import Pipeline as Pipeline
-    from polytempo.session.session import describe_model as describe_model
+    from polytempo.session.script_calls import describe_model as describe_model
+    from polytempo.session.script_calls import local_device as local_device
+    from polytempo.session.script_calls import log as log
+    from polytempo.session.script_calls import should_stop as should_stop
     from polytempo.session.session import init as init
     from polytempo.session.session import is_initialized as is_initialized
-    from polytempo.session.session import local_device as local_device
     from polytempo.session.session import local_rank as local_rank
     from polytempo.session.session import local_size as local_size
-    from polytempo.session.session import log as log
     from polytempo.session.session import rank as rank
-    from polytempo.session.session import should_stop as should_stop
     from polytempo.session.session import shutdown as shutdown
     from polytempo.session.session import size as size
     from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
@@ -90,10 +90,8 @@ _MODULES = {
     "optim.asup": ("AsuP",),
     "pipeline.actions": ("Schedule",),
     "pipeline.pipeline": ("Pipeline",),
-    "session.session": (
-        *("describe_model", "init", "is_initialized", "local_device", "local_rank", "local_size", "log", "rank"),
-        *("should_stop", "shutdown", "size"),
-    ),
+    "session.script_calls": ("describe_model", "local_device", "log", "should_stop"),
+    "session.session": ("init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"),
     "strategy.distributed_model": ("DistributedModel",),
     "strategy.evaluate": ("evaluate",),
     "strategy.explanation": ("Explanation",),

@@ -259,7 +259,7 @@ def test_a_worker_that_dies_after_its_push(hosts: int) -> None:
             hyper = driver.optimizer._wrapped.hyper()
             driver.rounds.reducer.begin(driver.buffer, hyper, Measures(samples=6, computed=0.01))
             pushed.set()
-            session._close_world(politely=False)
+            session.world().close(politely=False)
             return None
         assert pushed.wait(20)
         divisors = [driver.round([step[session.rank]]).closed.divisor for step in data]
