@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from polytempo.client.client_state import ClientState
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.protocol.optimizer_names import beside
-from polytempo.protocol.values import OptimizerSpec
+from polytempo.protocol.values import OptimizerSpec, TensorInfo
 from polytempo.records.lines import MAIN
 from polytempo.reducer.buffer_mean import BufferMean
 from polytempo.reducer.factory import make_reducer
@@ -37,7 +36,7 @@ from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.driver import StepUpdate
-from polytempo.train.fragment import AveragedModel, Companions, Fragment, FragmentBuilder
+from polytempo.train.fragment import Companions, Fragment, make_fragments
 from polytempo.train.gossip import GossipUpdate
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
@@ -89,16 +88,17 @@ class JobPart:
 
     def _make_fragments(self, model: torch.nn.Module | None) -> list[Fragment]:
         """`model`: whose buffers are averaged, too."""
-        arguments, plan, averaging = self._arguments, self.plan, self.machine.averaging
+        arguments, averaging = self._arguments, self.machine.averaging
         companions = Companions(model, arguments.optimizer if averaging.state == "mean" else None)
-        described = plan.specs.describe(arguments.params, arguments.names, arguments.groups, range(len(arguments.params)))
-        averaged = AveragedModel(arguments.params, described, plan.hyper.now(), companions)
-        builder = FragmentBuilder(self._session, averaging, plan.specs, not plan.among_workers)
-        return builder.fragments(averaged, self.name)
+        described = self._described(range(len(arguments.params)))
+        return make_fragments(
+            *(self._session, self.name, averaging, self.plan.specs, arguments.params, described, self.plan.hyper.now()),
+            companions,
+            on_servers=not self.plan.among_workers,
+        )
 
     def _make_reducer(self) -> Reducer:
-        arguments, plan = self._arguments, self.plan
-        momentum: GradientMomentum | None = None
+        arguments, plan, momentum = self._arguments, self.plan, None
         if plan.momentum is MomentumForm.GRADIENT:
             momentum = GradientMomentum(arguments.optimizer, plan.spec.worker_momentum == LOOKAHEAD, plan.spec.spike)
         return make_reducer(
@@ -116,11 +116,13 @@ class JobPart:
 
     def _spec_of(self, special: str) -> OptimizerSpec:
         """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
-        arguments, specs = self._arguments, self.plan.specs
-        chosen: Iterable[int] = range(len(arguments.params)) if special else self._tables.dense
+        chosen: Iterable[int] = range(len(self._arguments.params)) if special else self._tables.dense
         tables = () if special else tuple(table.info for table in self._tables.all)
-        described = specs.describe(arguments.params, arguments.names, arguments.groups, chosen)
-        return specs.build(special, described, self.plan.hyper.now(), tables)
+        return self.plan.specs.build(special, self._described(chosen), self.plan.hyper.now(), tables)
+
+    def _described(self, chosen: Iterable[int]) -> tuple[TensorInfo, ...]:
+        arguments = self._arguments
+        return self.plan.specs.describe(arguments.params, arguments.names, arguments.groups, chosen)
 
     def _take_initial_state(self, spec: OptimizerSpec) -> Sequence[SegmentState]:
         """State that the wrapped optimizer has already goes to the servers, where they keep it."""
@@ -146,11 +148,6 @@ class JobPart:
             found = registered_in(self._session).mean(name)  # workers ran it
             if found is not None:
                 reducer.load_state(self._tables.segments_of(found, reducer.spec.tensors, params))
-
-    @property
-    def known(self) -> ClientState:
-        """What the job has said last."""
-        return self.reducer.client_state if self.reducer is not None else ClientState("")
 
 
 def make_update(part: JobPart, wrapped: Wrapped) -> StepUpdate:
@@ -189,14 +186,6 @@ def _in_rounds(part: JobPart, reducer: Any, wrapped: Wrapped) -> StepUpdate:
     return DeadlineUpdate(reducer.session, wrapped, rounds, part.plan.spec, beside(part.name) == MAIN)
 
 
-def _of_sums(part: JobPart, reducer: Reducer, wrapped: Wrapped) -> StepUpdate:
-    return DownpourUpdate(wrapped, reducer, part.machine, part.machine.local)
-
-
-def _of_values(part: JobPart, reducer: Reducer, wrapped: Wrapped) -> StepUpdate:
-    return LocalStepUpdate(wrapped, part.fragments, part.machine)
-
-
 def _with_neighbours(part: JobPart, reducer: Any, wrapped: Wrapped) -> StepUpdate:
     if part.machine.asks:
         return PairUpdate(wrapped, reducer, part.machine)
@@ -208,7 +197,7 @@ UPDATES: Mapping[Brings, Callable[[JobPart, Any, Wrapped], StepUpdate]] = {
     "gradient": _of_gradients,
     "share": _of_gradients,
     "batches": _in_rounds,
-    "sum": _of_sums,
-    "values": _of_values,
+    "sum": lambda part, reducer, wrapped: DownpourUpdate(wrapped, reducer, part.machine, part.machine.local),
+    "values": lambda part, reducer, wrapped: LocalStepUpdate(wrapped, part.fragments, part.machine),
     "nothing": _with_neighbours,
 }

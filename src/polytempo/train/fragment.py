@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -321,57 +320,52 @@ def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[
     return tuple({**rule.hyper(lr), **own} for rule, lr, own in zip(rules, rates, local, strict=True))
 
 
-@dataclass(frozen=True)
-class AveragedModel:
-    """What is averaged: all parameters, and what travels with them."""
-
-    params: Sequence[torch.Tensor]
-    infos: Sequence[TensorInfo]  #: of the parameters
-    hyper: GroupValues
-    companions: Companions
-
-
-class FragmentBuilder:
-    """Makes the fragments of one optimizer, the same on all workers.
+def make_fragments(
+    session: Session,
+    name: str,
+    averaging: Averaging,
+    specs: SpecBuilder,
+    params: Sequence[torch.Tensor],
+    described: Sequence[TensorInfo],
+    hyper: GroupValues,
+    companions: Companions,
+    on_servers: bool,
+) -> list[Fragment]:
+    """The fragments of one optimizer, the same on all workers.
 
     Args:
         session: The job.
+        name: Of the optimizer; the first fragment is registered under it, and takes the companions along.
         averaging: What the mode says about averages.
         specs: The specs by which they are registered.
+        params: All parameters.
+        described: The same, for the job.
+        hyper: The hyper-parameters of the local steps.
+        companions: What travels with the parameters.
         on_servers: Do servers hold the values?
     """
-
-    def __init__(self, session: Session, averaging: Averaging, specs: SpecBuilder, on_servers: bool) -> None:
-        self._session, self._averaging, self._specs, self._on_servers = session, averaging, specs, on_servers
-        rule = OuterRule(averaging.outer_lr, averaging.outer_momentum, averaging.nesterov, averaging.in_lr)
-        self._rule = PLAIN if averaging.plain else rule
-
-    def fragments(self, model: AveragedModel, name: str) -> list[Fragment]:
-        """The fragments; the first is registered under this name, and takes the companions along."""
-        sizes = [param.numel() * param.element_size() for param in model.params]
-        parts = cut(sizes, self._averaging.fragments)
-        first = self._fragment(model, name, parts[0], model.companions)
-        fragments = [first]
-        for number, part in enumerate(parts[1:], 1):
-            other = part_of(name, number) if self._specs.members else self._session.next_optimizer_id()
-            fragments.append(self._fragment(model, other, part, Companions(), first.reducer))
-        return fragments
-
-    def _fragment(
-        self, model: AveragedModel, name: str, part: range, companions: Companions, beside: Reducer | None = None
-    ) -> Fragment:
-        more, last = companions.tensors, len(model.hyper)
-        rules = [self._rule] * last + [PLAIN] * bool(more)
-        infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
-        rates = [*(float(group["lr"]) for group in model.hyper), 1.0]
-        outer = outer_hyper(rules, model.hyper, rates[: len(rules)])
-        steps = any(rule != PLAIN for rule in rules) or self._averaging.decoupled
-        spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers, len(more))
-        companions.read()
-        tensors = [*(model.params[i] for i in part), *more]
-        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
-        if not self._session.job.resumed or set(companions.names) <= set(self._session.job.companions):
-            companions.write()  # all start from those of one worker, as with the values, or from the checkpoint's
-        alone = not self._averaging.waits
-        overlaps = bool(self._averaging.overlap) or alone
-        return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)
+    rule = OuterRule(averaging.outer_lr, averaging.outer_momentum, averaging.nesterov, averaging.in_lr)
+    rule = PLAIN if averaging.plain else rule
+    fragments: list[Fragment] = []
+    for number, part in enumerate(cut([param.numel() * param.element_size() for param in params], averaging.fragments)):
+        more = companions if number == 0 else Companions()
+        rules = [rule] * len(hyper) + [PLAIN] * bool(more.tensors)
+        infos = (*(described[i] for i in part), *describe(more.tensors, more.names, [len(hyper)] * len(more.tensors)))
+        rates = [*(float(group["lr"]) for group in hyper), 1.0]
+        outer = outer_hyper(rules, hyper, rates[: len(rules)])
+        steps = any(one != PLAIN for one in rules) or averaging.decoupled
+        spec = specs.of_values(infos, hyper, outer, steps, on_servers, len(more.tensors))
+        if number:
+            name_of_part = part_of(name, number) if specs.members else session.next_optimizer_id()
+        else:
+            name_of_part = name
+        more.read()
+        tensors = [*(params[i] for i in part), *more.tensors]
+        beside = fragments[0].reducer if fragments else None
+        reducer = make_value_reducer(session, name_of_part, spec, tensors, on_servers, beside)
+        if not session.job.resumed or set(more.names) <= set(session.job.companions):
+            more.write()  # all start from those of one worker, as with the values, or from the checkpoint's
+        alone = not averaging.waits
+        overlaps = bool(averaging.overlap) or alone
+        fragments.append(Fragment(reducer, rules, [info.group for info in infos], more, overlaps, alone))
+    return fragments

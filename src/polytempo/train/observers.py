@@ -78,7 +78,7 @@ class StepObservers:
         self._session, self._params, self._by_speed, self._deals = session, params, by_speed, deals
         self._to_digest = DIGESTED_STEPS + 1
         self._signs = StepSigns(session, params) if exchanges else None
-        self._guard = OwnGuard(report) if report is not None else None
+        self._rule, self._report = DivergenceRule(1), report
         self._input = InputWatch(model) if model is not None else None
         if self._input is not None:
             session.flushing.append(self._input.stop)
@@ -89,8 +89,12 @@ class StepObservers:
             return
         signs = self._signs.look(request)
         request.measures.vital_signs = () if signs is None else (signs,)
-        if self._guard is not None:
-            self._guard.look(signs, update.steps)
+        if self._report is None or signs is None:
+            return
+        found = self._rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size)])
+        if found is not None and found.finite:  # of numbers that are not finite `FiniteWatch` knows more
+            trouble = diverged(update.steps, found.loss, found.start, found.change, found.gradient, found.size)
+            self._report.say(trouble, self._report.circumstances().advice)
 
     def look_at_data(self, measures: Measures, samples: float | None, agreed: bool) -> None:
         """How long this worker has waited for data, where it is in it and, in the first steps, a digest of its gradient."""
@@ -160,12 +164,7 @@ def samples(params: Sequence[torch.Tensor]) -> list[Sample]:
 
 
 class StepSigns:
-    """Looks at the steps of one optimizer.
-
-    Args:
-        session: The job.
-        params: Its parameters.
-    """
+    """Looks at the steps of one optimizer."""
 
     def __init__(self, session: Session, params: Sequence[torch.Tensor]) -> None:
         self._session, self._losses = session, LossWatch(session)
@@ -246,20 +245,6 @@ def _is_dense(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout == torch.strided
 
 
-class OwnGuard:
-    """Where there is no coordinator, the first rank of an optimizer says that its own steps show a divergence."""
-
-    def __init__(self, report: OwnReport) -> None:
-        self._rule, self._report = DivergenceRule(1), report
-
-    def look(self, signs: VitalSigns | None, step: int) -> None:
-        """A step is about to be made. Of numbers that are not finite `FiniteWatch` knows more."""
-        found = self._rule.add([Seen(signs.loss, signs.gradient, signs.change, signs.size)]) if signs is not None else None
-        if found is not None and found.finite:
-            trouble = diverged(step, found.loss, found.start, found.change, found.gradient, found.size)
-            self._report.say(trouble, self._report.circumstances().advice)
-
-
 # The loss.
 
 
@@ -267,15 +252,26 @@ class LossWatch:
     """What backward was called on since the last step of one optimizer."""
 
     def __init__(self, session: Session) -> None:
+        global _original, _ours
         self._session = session
         self._seen: torch.Tensor | None = None
-        _install(self)
+        with _lock:
+            _watches.add(self)
+            if _original is None:
+                _original = torch.autograd.backward
+                _ours = _noting(_original)
+                torch.autograd.backward = _ours
         session.ending.append(self.close)
 
     def close(self) -> None:
-        """The session ends: nothing is noted any more."""
-        _watches.discard(self)
-        _remove()
+        """The session ends: nothing is noted any more. The last one takes the wrapper away, unless another library has
+        wrapped it in turn."""
+        global _original, _ours
+        with _lock:
+            _watches.discard(self)
+            if _original is not None and not _watches and torch.autograd.backward is _ours:
+                torch.autograd.backward = _original
+                _original = _ours = None
 
     def note(self, session: Session, loss: torch.Tensor) -> None:
         """Backward was called on this, by a thread of that session."""
@@ -340,41 +336,19 @@ _original: Callable[..., None] | None = None
 _ours: Callable[..., None] | None = None
 
 
-def _install(watch: LossWatch) -> None:
-    global _original, _ours
-    with _lock:
-        _watches.add(watch)
-        if _original is None:
-            _original = torch.autograd.backward
-            _ours = _wrapper(_original)
-            torch.autograd.backward = _ours
-
-
-def _remove() -> None:
-    """A session has ended; the last takes the wrapper away, unless another library has wrapped it in turn."""
-    global _original, _ours
-    with _lock:
-        if _original is not None and not _watches and torch.autograd.backward is _ours:
-            torch.autograd.backward = _original
-            _original = _ours = None
-
-
-def _wrapper(original: Callable[..., None]) -> Callable[..., None]:
+def _noting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         original(tensors, grad_tensors, *args, **kwargs)
-        if grad_tensors is None and kwargs.get("grad_variables") is None and is_initialized():
-            _note([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
+        if grad_tensors is not None or kwargs.get("grad_variables") is not None or not is_initialized():
+            return
+        session = current()
+        for root in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if root.numel() == 1 and root.is_floating_point():
+                for watch in list(_watches):
+                    watch.note(session, root)
 
     return backward
-
-
-def _note(roots: Sequence[torch.Tensor]) -> None:
-    session = current()
-    for root in roots:
-        if root.numel() == 1 and root.is_floating_point():
-            for watch in list(_watches):
-                watch.note(session, root)
 
 
 def wide(loss: torch.Tensor) -> torch.Tensor:

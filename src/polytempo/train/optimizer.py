@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from polytempo.client.client_state import ClientState
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.world import OF_FAILURES
 from polytempo.compression.chain import parse_compression
@@ -455,7 +456,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             with self._not_computing():
                 reducer.take_answer()
                 self._wrapped.finite.take()
-        known = self._part.known
+        known = reducer.client_state if reducer is not None else ClientState("")
         sent, received = reducer.traffic() if reducer is not None else (0, 0)
         return {
             "step": self._update.steps,

@@ -56,6 +56,11 @@ class PushEachStep(MachineUpdate):
     """What is common to the ways in which each step is a push. Its answer, or room for another one, is waited for with it:
     a server that this worker has to itself comes over to its core meanwhile."""
 
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool = True) -> None:
+        super().__init__(machine, reducer)
+        self._wrapped, self._barrier = wrapped, barrier
+        self.start()
+
     def performs(self) -> LivePerforms:
         return {PushStep: lambda order: self._push(self._request)}
 
@@ -74,11 +79,6 @@ class PushEachStep(MachineUpdate):
 class PushGradient(PushEachStep):
     """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool) -> None:
-        super().__init__(machine, reducer)
-        self._wrapped, self._barrier = wrapped, barrier
-        self.start()
-
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
         buffer: FlatBuffer | None = None
@@ -96,16 +96,10 @@ class PushChange(PushEachStep):
     same on all workers, since all run on the agreed mean. `momentum` makes of a change what is pushed."""
 
     def __init__(
-        self,
-        wrapped: Wrapped,
-        reducer: Reducer,
-        machine: WorkerMachine,
-        barrier: bool,
-        momentum: ChangeMomentum | None = None,
+        self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool, momentum: ChangeMomentum | None
     ) -> None:
-        super().__init__(machine, reducer)
-        self._wrapped, self._barrier, self._momentum = wrapped, barrier, momentum
-        self.start()
+        super().__init__(wrapped, reducer, machine, barrier)
+        self._momentum = momentum
 
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer, measures = self._wrapped, self._reducer, request.measures
@@ -115,14 +109,14 @@ class PushChange(PushEachStep):
         buffer: FlatBuffer | None = None
         if not skip:
             wrapped.clip()
-            buffer, self._result = self._new_values() if self._barrier else self._change(request.closure)
+            if self._barrier:
+                wrapped.optimizer.step()
+                reducer.copier.watch.record()
+                buffer, _ = reducer.buffer_of(lambda param: param.detach())
+            else:
+                buffer, self._result = self._change(request.closure)
             measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
         reducer.push(buffer, wrapped.hyper(), measures)
-
-    def _new_values(self) -> tuple[FlatBuffer, None]:
-        self._wrapped.optimizer.step()
-        self._reducer.copier.watch.record()
-        return self._reducer.buffer_of(lambda param: param.detach())[0], None
 
     def _change(self, closure: Callable[[], Any] | None) -> tuple[FlatBuffer, Any]:
         """What the optimizer changes, and what the closure returned."""
@@ -156,9 +150,8 @@ class StepOnMean(PushEachStep):
     """Every worker runs the wrapped optimizer on the mean gradient."""
 
     def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, mean: GradientMean) -> None:
-        super().__init__(machine, reducer)
-        self._wrapped, self._mean = wrapped, mean
-        self.start()
+        super().__init__(wrapped, reducer, machine)
+        self._mean = mean
 
     def step(self, request: StepRequest) -> None:
         super().step(request)
