@@ -270,8 +270,8 @@ class Session:
         if reason == "finished" and self.client is not None:
             for flush in self.flushing:
                 flush()
-            if self.registered is not None:  # after the last push
-                self.registered.flush()
+            if self.registered is not None:  # after the last push; unless it was reported when the last batch was
+                self.registered.mark(whole=True)
         self._end_threads()
         client, self.client = self.client, None
         if self._local_peers is not None:

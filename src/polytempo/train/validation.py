@@ -29,7 +29,7 @@ from polytempo.records.lines import MAIN
 from polytempo.reducer.optimizer_spec import HyperParameters, SpecBuilder
 from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features, conflict
-from polytempo.sync.momentum import RULES, MomentumForm, check_kept, check_spike, form_of, has_momentum
+from polytempo.sync.momentum import MomentumForm, check_kept, check_spike, form_of, has_momentum, is_known
 from polytempo.sync.spec import Spec, parse_spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
@@ -130,7 +130,11 @@ class OptimizerArguments:
             workers = len(ranks.members) or self.session.size  # those that come later are among them
             spec, momentum, fallback = self._with_momentum(spec, workers, has_tables)
             here = here or momentum is MomentumForm.CHANGE
-        check_combination(self.optimizer, self.model, self.buffers, self.clip_norm, spec, here, has_tables)
+        if self.buffers == "mean" and self.model is None:
+            raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
+        check_features(spec, {Feature.LBFGS: here and type(self.optimizer) is torch.optim.LBFGS, Feature.ROWS: has_tables})
+        if self.clip_norm is not None and has_tables:
+            raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
         apply = "delta" if momentum is MomentumForm.CHANGE else self.apply
         specs = SpecBuilder(spec, apply, self.optimizer, self.compression, self.clip_norm, ranks.members, fallback)
         if together:
@@ -162,7 +166,7 @@ class OptimizerArguments:
     def _why_on_servers(self, name: str, form: MomentumForm, has_tables: bool) -> str:
         """Why momentum has to stay on the servers; empty where it need not."""
         kind = type(self.optimizer).__name__
-        if name not in RULES:
+        if not is_known(name):
             return f"the look-ahead of {kind} is not known"
         if form is MomentumForm.GRADIENT:
             return ""
@@ -263,23 +267,6 @@ def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | 
             raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"expected clip_norm above 0, got {clip_norm}")
-
-
-def check_combination(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module | None,
-    buffers: str,
-    clip_norm: float | None,
-    spec: Spec,
-    here: bool,
-    has_tables: bool,
-) -> None:
-    """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
-    if buffers == "mean" and model is None:
-        raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-    check_features(spec, {Feature.LBFGS: here and type(optimizer) is torch.optim.LBFGS, Feature.ROWS: has_tables})
-    if clip_norm is not None and has_tables:
-        raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
 
 
 def weight_of(samples: Any, zero: bool = True) -> float:
