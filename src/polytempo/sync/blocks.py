@@ -109,11 +109,16 @@ class BlockMachine(WorkerMachine):
         self._overlap: float = math.inf if self._takes_early else averaging.overlap
         self.overlaps = bool(self._overlap)
         self._ends = False  # what was made is sent and taken, before any further step
+        self._others_go_on = False  # while this worker has no data
 
     @property
     def upcoming(self) -> int:
         """The fragment whose turn is next: all workers begin and finish rounds in this order."""
         return self._in_turn()[0]
+
+    def pushed(self, number: int) -> int:
+        """The pushes of a fragment so far, those of earlier lives too."""
+        return self._parts[number].next
 
     @property
     def awaited(self) -> list[int]:
@@ -133,7 +138,7 @@ class BlockMachine(WorkerMachine):
         if isinstance(event, AllArrived):
             return self._end()
         if isinstance(event, EndBlock):
-            self._ends, self.computes = True, False
+            self._ends, self.computes, self._others_go_on = True, False, event.others_go_on
             return self._end_block()
         if isinstance(event, Leaving):
             self.leaving = True
@@ -195,7 +200,8 @@ class BlockMachine(WorkerMachine):
     def _released(self, release: Release, part: FragmentTurns, number: int) -> Orders:
         if isinstance(release.directive, NextBlock):
             self._period = release.directive.period
-        if part.is_under_way and not self._takes_early:
+        passed = part.started and release.step > part.next  # a round without this worker's data
+        if (part.is_under_way or passed) and not self._takes_early:
             part.due += max(self._period, 1)  # from when it was due: fragments keep their order
         part.next = part.allowed = release.step
         first, part.started, part.ready = not part.started, True, part.started
@@ -245,8 +251,9 @@ class BlockMachine(WorkerMachine):
         elif unsent:
             return [*orders, *self._sends(unsent[:1])]
         self._ends, self.computes = False, True
-        self.turn += -self.turn % len(self._parts)
-        self._start_turns()
+        if not self._others_go_on:
+            self.turn += -self.turn % len(self._parts)
+            self._start_turns()
         return [*orders, COMPUTE]
 
     def _end(self) -> Orders:

@@ -74,6 +74,8 @@ class StartsAt:
 class EndBlock:
     """What was made and not sent is to be sent now: the script wants to see the job's values, or has ended."""
 
+    others_go_on: bool = False  #: in their blocks: the turns of fragments stay what they are on other workers
+
 
 @dataclass(slots=True)
 class Leaving:

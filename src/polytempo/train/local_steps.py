@@ -208,10 +208,10 @@ class LocalStepUpdate(MachineUpdate):
             if self._averaging.state == "reset":
                 drop_state(self._wrapped.optimizer)
 
-    def flush(self) -> None:
+    def flush(self, others_go_on: bool = False) -> None:
         """Send what was not sent yet, and take all that is under way."""
         with torch.no_grad():
-            self._tell(EndBlock())
+            self._tell(EndBlock(others_go_on))
             while not self._machine.computes:
                 self._wait()
         if self._watch is not None:
@@ -235,15 +235,16 @@ class LocalStepUpdate(MachineUpdate):
     def join(self) -> None:
         if not self.fragments[0].reducer.needs_join:
             return
-        self.flush()
+        self.flush(others_go_on=True)
         with torch.no_grad():
             while not (fragment := self.fragments[self._machine.upcoming]).reducer.join():
                 fragment.use_rates([float(group["lr"]) for group in self._wrapped.hyper()])
                 fragment.install()
                 self._count(fragment)
-                number = self.fragments.index(fragment)
-                self._tell(Admit(fragment.reducer.session.rank, fragment.reducer.step), number)
-                self._hear(number)
+                reducer, number = fragment.reducer, self.fragments.index(fragment)
+                ended = self._machine.pushed(number) + 1  # without a sequencer the reducer does not count these rounds
+                self._tell(Release(reducer.session.rank, ended, ended, reducer.directive), number)
+        self.flush()  # all have no more data: they begin their next blocks together
 
     def state(self, reducer: Reducer) -> dict[str, Any]:
         outer = [momentum for fragment in self.fragments if (momentum := fragment.momentum())]
