@@ -31,7 +31,7 @@ from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_rounds import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.sync.machine import Brings
-from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
+from polytempo.sync.momentum import MomentumForm
 from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
@@ -100,7 +100,7 @@ class JobPart:
     def _make_reducer(self) -> Reducer:
         arguments, plan, momentum = self._arguments, self.plan, None
         if plan.momentum is MomentumForm.GRADIENT:
-            momentum = GradientMomentum(arguments.optimizer, plan.spec.worker_momentum == LOOKAHEAD, plan.spec.spike)
+            momentum = GradientMomentum(arguments.optimizer, plan.spec.looks_ahead, plan.spec.spike)
         return make_reducer(
             self._session,
             self.name,
@@ -177,7 +177,7 @@ def _of_gradients(part: JobPart, reducer: Reducer, wrapped: Wrapped) -> StepUpda
     momentum: ChangeMomentum | None = None
     if plan.momentum is MomentumForm.CHANGE:
         joins = reducer.client_state.version > 0 and not reducer.session.job.resumed
-        momentum = ChangeMomentum(wrapped.optimizer, plan.spec.worker_momentum == LOOKAHEAD, joins)
+        momentum = ChangeMomentum(wrapped.optimizer, plan.spec.looks_ahead, joins)
     return PushChange(wrapped, reducer, part.machine, barrier, momentum)
 
 
