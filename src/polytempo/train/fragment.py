@@ -147,23 +147,21 @@ class Fragment:
             self._views = [self._landing.views[index] for index in range(len(self._tensors))]
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
-            reducer.taker.install, reducer.taker.land = self._land, _stay
+            reducer.taker.install = self._land
+            reducer.taker.land = lambda: None  # what has landed on a device is where it shall be
         elif steps:
             self._outer = OuterStep(self._views, groups, rules)
-            reducer.digests = self._digests  # type: ignore[attr-defined]
+            digests = lambda: b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)  # noqa: E731
+            reducer.digests = digests  # type: ignore[attr-defined]
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
         return self.reducer.copier.params
 
     def _land(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
-        """Values of the servers."""
         for shard, buffers in parts.items():
             for segment, data in zip(self.reducer.layout.shards[shard], buffers, strict=True):
                 self._landing.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
-
-    def _digests(self) -> bytes:
-        return b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)
 
     # A round.
 
@@ -307,10 +305,6 @@ class Fragment:
         elif self._differences and not self._alone:
             state = {index: {"momentum_buffer": own} for index, own in enumerate(momentum) if own is not None}
             self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
-
-
-def _stay() -> None:
-    """Values that have landed on a device are where they shall be."""
 
 
 def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[float]) -> GroupValues:
