@@ -19,65 +19,46 @@ from polytempo.torch_backend.register import register
 from polytempo.version import VERSION
 
 if TYPE_CHECKING:
-    from polytempo import simulate as simulate
-    from polytempo import tables as tables
-    from polytempo.cli.launch import launch as launch
-    from polytempo.collectives.tasks import Task as Task
-    from polytempo.errors import JobEnded as JobEnded
-    from polytempo.errors import PeerError as PeerError
-    from polytempo.errors import PolytempoError as PolytempoError
-    from polytempo.errors import RankLost as RankLost
-    from polytempo.errors import UsageError as UsageError
-    from polytempo.optim.asup import AsuP as AsuP
-    from polytempo.pipeline.actions import Schedule as Schedule
-    from polytempo.pipeline.pipeline import Pipeline as Pipeline
-    from polytempo.session.session import describe_model as describe_model
-    from polytempo.session.session import init as init
-    from polytempo.session.session import is_initialized as is_initialized
-    from polytempo.session.session import local_device as local_device
-    from polytempo.session.session import local_rank as local_rank
-    from polytempo.session.session import local_size as local_size
-    from polytempo.session.session import log as log
-    from polytempo.session.session import rank as rank
-    from polytempo.session.session import should_stop as should_stop
-    from polytempo.session.session import shutdown as shutdown
-    from polytempo.session.session import size as size
-    from polytempo.strategy.distributed_model import DistributedModel as DistributedModel
-    from polytempo.strategy.evaluate import evaluate as evaluate
-    from polytempo.strategy.explanation import Explanation as Explanation
-    from polytempo.strategy.fit import Callback as Callback
-    from polytempo.strategy.fit import EarlyStop as EarlyStop
-    from polytempo.strategy.fit import FitRun as FitRun
-    from polytempo.strategy.fit import History as History
-    from polytempo.strategy.fit import fit as fit
-    from polytempo.strategy.strategy import Strategy as Strategy
-    from polytempo.tensor_parallel.cross_entropy import cross_entropy as cross_entropy
-    from polytempo.train.broadcast_state import broadcast_optimizer_state as broadcast_optimizer_state
-    from polytempo.train.broadcast_state import broadcast_parameters as broadcast_parameters
-    from polytempo.train.communication import Group as Group
-    from polytempo.train.communication import all_gather as all_gather
-    from polytempo.train.communication import all_reduce as all_reduce
-    from polytempo.train.communication import all_to_all as all_to_all
-    from polytempo.train.communication import barrier as barrier
-    from polytempo.train.communication import broadcast as broadcast
-    from polytempo.train.communication import explain_algorithm as explain_algorithm
-    from polytempo.train.communication import gather as gather
-    from polytempo.train.communication import irecv as irecv
-    from polytempo.train.communication import isend as isend
-    from polytempo.train.communication import new_group as new_group
-    from polytempo.train.communication import recv as recv
-    from polytempo.train.communication import reduce as reduce
-    from polytempo.train.communication import reduce_scatter as reduce_scatter
-    from polytempo.train.communication import reform as reform
-    from polytempo.train.communication import scatter as scatter
-    from polytempo.train.communication import send as send
-    from polytempo.train.evaluation_statistics import evaluation_statistics as evaluation_statistics
-    from polytempo.train.optimizer import DistributedOptimizer as DistributedOptimizer
-    from polytempo.train.prepare import prepare as prepare
-    from polytempo.train.sampler import DistributedBatchSampler as DistributedBatchSampler
-    from polytempo.train.sampler import DistributedSampler as DistributedSampler
-    from polytempo.train.script_state import RngState as RngState
-    from polytempo.train.script_state import register_for_checkpointing as register_for_checkpointing
+    from polytempo import simulate, tables
+    from polytempo.cli.launch import launch
+    from polytempo.collectives.tasks import Task
+    from polytempo.errors import JobEnded, PeerError, PolytempoError, RankLost, UsageError
+    from polytempo.optim.asup import AsuP
+    from polytempo.pipeline.actions import Schedule
+    from polytempo.pipeline.pipeline import Pipeline
+    from polytempo.session.script_calls import describe_model, local_device, log, should_stop
+    from polytempo.session.session import init, is_initialized, local_rank, local_size, rank, shutdown, size
+    from polytempo.strategy.distributed_model import DistributedModel
+    from polytempo.strategy.evaluate import evaluate
+    from polytempo.strategy.explanation import Explanation
+    from polytempo.strategy.fit import Callback, EarlyStop, FitRun, History, fit
+    from polytempo.strategy.strategy import Strategy
+    from polytempo.tensor_parallel.cross_entropy import cross_entropy
+    from polytempo.train.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+    from polytempo.train.communication import (
+        Group,
+        all_gather,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        explain_algorithm,
+        gather,
+        irecv,
+        isend,
+        new_group,
+        recv,
+        reduce,
+        reduce_scatter,
+        reform,
+        scatter,
+        send,
+    )
+    from polytempo.train.evaluation_statistics import evaluation_statistics
+    from polytempo.train.optimizer import DistributedOptimizer
+    from polytempo.train.prepare import prepare
+    from polytempo.train.sampler import DistributedBatchSampler, DistributedSampler
+    from polytempo.train.script_state import RngState, register_for_checkpointing
 
 __version__ = VERSION
 register()
@@ -90,10 +71,8 @@ _MODULES = {
     "optim.asup": ("AsuP",),
     "pipeline.actions": ("Schedule",),
     "pipeline.pipeline": ("Pipeline",),
-    "session.session": (
-        *("describe_model", "init", "is_initialized", "local_device", "local_rank", "local_size", "log", "rank"),
-        *("should_stop", "shutdown", "size"),
-    ),
+    "session.script_calls": ("describe_model", "local_device", "log", "should_stop"),
+    "session.session": ("init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"),
     "strategy.distributed_model": ("DistributedModel",),
     "strategy.evaluate": ("evaluate",),
     "strategy.explanation": ("Explanation",),

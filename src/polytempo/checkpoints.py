@@ -146,12 +146,11 @@ def whole_checkpoints(path: Path) -> list[Path]:
     The step is the manifest's. When a checkpoint was copied, the one with the name that a job gives is taken, or the later.
     """
     found = [p.parent for p in path.glob(f"step-*/{MANIFEST}") if p.parent.suffix != PARTIAL]
-    return [checkpoint for _, checkpoint in sorted((_order(checkpoint), checkpoint) for checkpoint in found)]
-
-
-def _order(checkpoint: Path) -> tuple[int, bool, int]:
-    step = step_of(checkpoint)
-    return step, checkpoint.name == step_name(step), stamp_of(checkpoint)[1]
+    ordered = []
+    for checkpoint in found:
+        step = step_of(checkpoint)
+        ordered.append((step, checkpoint.name == step_name(step), stamp_of(checkpoint)[1], checkpoint))
+    return [checkpoint for *_, checkpoint in sorted(ordered)]
 
 
 def step_of(checkpoint: Path) -> int:

@@ -11,7 +11,7 @@ from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
 from polytempo.session.session import Session, as_current
 from polytempo.train.driver import StepRequest
-from polytempo.train.vital_signs import StepSigns
+from polytempo.train.observers import StepSigns
 
 
 def seen_on(place: str) -> list[VitalSigns | None]:

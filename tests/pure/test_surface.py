@@ -292,7 +292,7 @@ def test_what_is_read_from_the_environment() -> None:
     assert forked == [f"os.environ.{use}" for use in replaced]  # a forked process gets its own
     assert found.pop("main.py") == ["os.environ)"]  # the words that bash asks the completion of
     assert sorted(found) == [
-        *("agent.py", "child_process.py", "debugger.py", "job_facts.py", "job_processes.py", "visible_gpus.py"),
+        *("agent.py", "child_process.py", "debugger.py", "job_facts.py", "job_processes.py", "request.py"),
     ]
     assert found["debugger.py"] == ["os.environ[JOB_VARIABLE]).parent / SOCKET))"]
     assert found["child_process.py"] == ["os.environ, **environment}"]

@@ -14,7 +14,7 @@ import torch
 
 from polytempo.errors import UsageError
 from polytempo.records.files import RecordWriter, read_events, read_meta
-from polytempo.session.metrics import plain_figures
+from polytempo.session.script_calls import plain_figures
 
 
 @pytest.mark.parametrize(

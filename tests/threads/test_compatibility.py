@@ -29,8 +29,7 @@ from polytempo.sync.compatibility import TABLE, Conflict, Feature, conflict
 from polytempo.sync.spec import Spec, every_mode, parse_spec
 from polytempo.train import kv
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.optimizer_group import optimizer_group
-from polytempo.train.validation import OptimizerArguments, SettledMode, reduces_among_workers
+from polytempo.train.validation import OptimizerArguments, OptimizerPlan, optimizer_group, reduces_among_workers
 
 F = Feature
 #: Each mode, each variant, and options on which rows depend.
@@ -73,7 +72,7 @@ def settled(
     compression: Any = None,
     buffers: str = "local",
     tables: bool = False,
-) -> SettledMode:
+) -> OptimizerPlan:
     model = model or nn.Linear(2, 2)
     names, params = zip(*model.named_parameters(), strict=True)
     arguments = OptimizerArguments(

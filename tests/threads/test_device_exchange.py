@@ -16,7 +16,8 @@ from polytempo.errors import PolytempoError, UsageError
 from polytempo.protocol.messages import Answer, DeviceShared
 from polytempo.reducer.device_exchange import DeviceExchange
 from polytempo.server.job_plan import Limits
-from polytempo.session.session import Session, should_stop
+from polytempo.session.script_calls import should_stop
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 

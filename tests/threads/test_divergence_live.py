@@ -22,8 +22,8 @@ from polytempo.protocol.values import VitalSigns
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.driver import StepRequest
+from polytempo.train.observers import StepSigns
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.vital_signs import StepSigns
 
 pytestmark = pytest.mark.timeout(60)
 

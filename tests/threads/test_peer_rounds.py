@@ -81,7 +81,7 @@ class Driver:
         measures = Measures(samples=float(self.samples), count=self.count, computed=0.01, busy=busy)
         self.samples = self.count = 0
         known = len(self.rounds.pending)
-        self.rounds.exchange(total, self.optimizer._hyper.now(), measures, ())
+        self.rounds.exchange(total, self.optimizer._wrapped.hyper(), measures, ())
         reducer, content = self.rounds.reducer, self.rounds.pending[known:]
         return RoundOutcome(reducer.step, reducer.directive, reducer.answer.closed, content[0] if content else None)
 
@@ -269,10 +269,10 @@ def test_a_worker_that_dies_after_its_push(hosts: int) -> None:
         driver = Driver(model, STATEFUL["momentum"])
         if session.rank == 2:
             driver.add(data[0][2])
-            hyper = driver.optimizer._hyper.now()
+            hyper = driver.optimizer._wrapped.hyper()
             driver.rounds.reducer.begin(driver.buffer, hyper, Measures(samples=6, computed=0.01))
             pushed.set()
-            session._close_world(politely=False)
+            session.world().close(politely=False)
             return None
         assert pushed.wait(20)
         divisors = [driver.round([step[session.rank]]).closed.divisor for step in data]

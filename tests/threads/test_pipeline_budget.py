@@ -19,7 +19,8 @@ from polytempo.mesh import Mesh
 from polytempo.pipeline.builder import StageHooks
 from polytempo.pipeline.pipeline import Pipeline
 from polytempo.server.job_plan import Limits
-from polytempo.session.session import Session, should_stop
+from polytempo.session.script_calls import should_stop
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.communication import new_group
 

@@ -14,7 +14,7 @@ from polytempo.protocol.push import MOST_SIGNS, Measures, no_steps
 from polytempo.protocol.values import Position, VitalSigns
 from polytempo.records.files import read_events
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.input_watch import InputWatch
+from polytempo.train.observers import InputWatch
 
 INPUT, COMPUTE, STEPS = 0.02, 0.01, 4
 

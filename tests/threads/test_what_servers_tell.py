@@ -11,7 +11,8 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.launcher.job_facts import JobFacts
-from polytempo.session.session import Session, describe_model
+from polytempo.session.script_calls import describe_model
+from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding

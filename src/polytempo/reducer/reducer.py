@@ -137,7 +137,8 @@ class Reducer(ABC):
     copier: Copier  #: moves between parameters and flat buffers
     hooks: GradientHooks | None = None  #: copy gradients into the flat buffer while backward runs
     mean: GradientMean | None = None  #: the mean of the last round, where the update is made on the workers
-    holds_state = False  #: do servers keep the optimizer's state?
+    on_servers = False  #: do servers hold the values?
+    holds_state = False  #: do servers keep the wrapped optimizer's state?
     needs_join = False  #: must a worker that has run out of data go on taking part until all have?
 
     def __init__(self, session: Session, name: str, spec: OptimizerSpec, layout: Layout | None = None) -> None:
@@ -274,6 +275,10 @@ class Reducer(ABC):
 
     def read_state(self) -> list[SegmentState]:
         """The optimizer's state on the servers, where `holds_state`."""
+        return []
+
+    def saved_state(self) -> list[SegmentState]:
+        """State of the script's optimizer that servers kept in the job of the checkpoint, and workers go on with."""
         return []
 
     def load_state(self, state: Sequence[SegmentState]) -> None:

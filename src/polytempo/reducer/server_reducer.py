@@ -140,6 +140,8 @@ class ServerReducer(Reducer):
         momentum: Of this worker: what is pushed is made of it and the gradients, which stay what they are.
     """
 
+    on_servers = True
+
     def __init__(
         self,
         session: Session,
@@ -164,7 +166,8 @@ class ServerReducer(Reducer):
         self._common = mode.common
         averages = spec.apply == "mean"
         self._next_is_told = averages or mode.averages or mode.by_speed  # the answer says what follows
-        self.holds_state = spec.apply == "server" and momentum is None
+        # Where models are averaged, what servers keep is the state of the outer step, and not of the script's optimizer.
+        self.holds_state = spec.apply == "server" and momentum is None and not mode.averages
         self.pulls = True  #: shall answers bring the dense values?
         self.own = 0  #: pushes of this worker since the version that the next one is made on
         changes, replaces = spec.apply == "delta", mode.rounds or mode.averages

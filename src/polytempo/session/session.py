@@ -1,4 +1,4 @@
-"""A process's place in its job: `init`, `rank`, `size`, `should_stop`, `log`, `shutdown`.
+"""A process's place in its job: `init`, `rank`, `size`, `shutdown`; what else scripts call is in `script_calls.py`.
 
 `init` makes the one session of the process. In a job in threads (`polytempo.testing`) each thread has a session of its own,
 bound to it by `as_current`. The public functions at the end of this file act on the current session.
@@ -7,7 +7,6 @@ bound to it by `as_current`. The public functions at the end of this file act on
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import sys
@@ -16,19 +15,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from polytempo.client.client import Client
 from polytempo.client.connections import is_importing_the_script, refusal, started_by
 from polytempo.client.key_value_store import JobStore, JobWatch, store_at
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.native import Native
-from polytempo.collectives.shutdown import ended_badly, watch_exit
+from polytempo.collectives.shutdown import ExitThread, ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.device.device import Devices
 from polytempo.errors import JobEnded, PeerError, UsageError, trained_alone
@@ -46,12 +43,9 @@ from polytempo.launcher.job_facts import (
 )
 from polytempo.launcher.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
-from polytempo.session.exit_thread import ExitThread
 from polytempo.session.ledger import Ledger
 from polytempo.session.lone_training import LoneTraining
-from polytempo.session.metrics import plain_figures
 from polytempo.session.round_clock import RoundClock
-from polytempo.session.strategy_scope import StrategyScope
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.machine import MachineEntry
 from polytempo.sync.spec import Spec, parse_spec
@@ -75,6 +69,17 @@ AFTER_COLLECTIVES = 1.0
 LISTEN = 0.05
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
 MEASURED = 1 << 10
+
+
+@dataclass(frozen=True)
+class StrategyScope:
+    """What is known here of the strategy of a `with strategy.scope():` block: the strategy itself lies in a room above."""
+
+    text: str
+    sync: str | None
+    via: str | None
+    is_split: bool  #: a replica of the model is on several workers
+    strategy: Any = None  #: the `Strategy`
 
 
 class Session:
@@ -172,10 +177,6 @@ class Session:
         self.optimizers += 1
         return str(self.optimizers - 1)
 
-    def _calls(self) -> int:
-        """Collectives and messages of this process so far."""
-        return self._world.engine.started if self._world is not None else 0
-
     def _end_lone(self) -> None:
         lone, self.lone = self.lone, None
         if lone is not None:
@@ -184,7 +185,8 @@ class Session:
     def watch_lone_training(self) -> None:
         """Have workers warned that train each a model of its own."""
         if self.size > 1 and not self.parent:
-            self.lone = LoneTraining(self._calls, 0 if self.rank == 0 else None)
+            calls = lambda: 0 if self._world is None else self._world.engine.started  # noqa: E731
+            self.lone = LoneTraining(calls, 0 if self.rank == 0 else None)
 
     def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
@@ -249,14 +251,12 @@ class Session:
     def _departed(self) -> frozenset[int] | None:
         """The workers that the coordinator says are gone, after listening for a moment; None once this one has left it."""
         client = self.client
-        if client is None:
-            return None
-        if self.lock.acquire(timeout=LISTEN):  # else another thread listens
+        if client is not None and self.lock.acquire(timeout=LISTEN):  # else another thread listens
             try:
                 client.ask_who_departed(LISTEN)
             finally:
                 self.lock.release()
-        return frozenset(client.departed)
+        return None if client is None else frozenset(client.departed)
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -272,8 +272,8 @@ class Session:
         if reason == "finished" and self.client is not None:
             for flush in self.flushing:
                 flush()
-            if self.registered is not None:  # after the last push
-                self.registered.flush()
+            if self.registered is not None:  # after the last push; unless it was reported when the last batch was
+                self.registered.mark(whole=True)
         self._end_threads()
         client, self.client = self.client, None
         if self._local_peers is not None:
@@ -288,22 +288,19 @@ class Session:
             for standby in self._standbys:
                 standby.end()
         finally:
-            self._end()
-            self._close_world(politely=reason == "finished")
+            self._end(politely=reason == "finished")
 
     def _end_threads(self) -> None:
         for end in self.closing:
             end()
         self.closing.clear()
 
-    def _end(self) -> None:
-        """Undo what optimizers have changed in this process."""
+    def _end(self, politely: bool) -> None:
+        """Undo what optimizers have changed in this process, and close its links."""
         for undo in self.ending:
             undo()
         self.ending.clear()
         self.flushing.clear()
-
-    def _close_world(self, politely: bool) -> None:
         if self._world is not None:
             self._world.close(politely)
 
@@ -333,8 +330,7 @@ class Session:
         for standby in self._standbys:
             standby.end()
         self._end_threads()
-        self._end()
-        self._close_world(politely=False)
+        self._end(politely=False)
         if self.client is not None:
             self.client.close()
 
@@ -647,34 +643,6 @@ def local_rank() -> int:
     return current().rank - current().job.first_rank
 
 
-def local_device() -> torch.device:
-    """The device of this worker: the GPU that its local rank picks, or the CPU where there is none.
-
-    Ranks take the GPUs of their host in turn: with more ranks than GPUs, several share one. The GPU is made torch's current
-    one, so that `"cuda"` means it from then on. Which GPUs there are, and in which order, `CUDA_VISIBLE_DEVICES` says; an
-    instance of MIG counts as a GPU.
-
-    Returns:
-        `torch.device("cuda", local_rank() % torch.cuda.device_count())`, or `torch.device("cpu")`.
-
-    Raises:
-        UsageError: `init` was not called.
-
-    Example:
-        ```python
-        pt.init()
-        model = Model().to(pt.local_device())
-        ```
-    """
-    place = local_rank()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        return torch.device("cpu")
-    chosen = torch.device("cuda", place % count)
-    torch.cuda.set_device(chosen)
-    return chosen
-
-
 def local_size() -> int:
     """The number of workers of the job on this host.
 
@@ -682,78 +650,3 @@ def local_size() -> int:
         UsageError: `init` was not called.
     """
     return current().job.local_size
-
-
-def should_stop() -> bool:
-    """True on every worker once the budget of the job (`--steps`, `--samples`, `--seconds`) is used up.
-
-    The coordinator decides it, and each worker learns it with the answer to its last push, so that all leave after the same
-    round. In a pipeline the last stage learns it, and all ranks with the loss of that step. Without a budget it is always
-    False.
-
-    Raises:
-        UsageError: `init` was not called.
-
-    Example:
-        ```python
-        while not pt.should_stop():
-            train_one_batch()
-        ```
-    """
-    return current().should_stop()
-
-
-def describe_model(optimizer: int = 0) -> dict[str, Any]:
-    """Describe the model that the servers hold, for a worker that joins before it has built one.
-
-    Waits until some worker has wrapped that optimizer.
-
-    Args:
-        optimizer: Which `DistributedOptimizer` of the script, counted from 0 in the order in which they are made.
-
-    Returns:
-        A dict with `tensors` (name, shape, dtype and group of each parameter), `tables`, `groups` (hyper-parameters),
-        `optimizer` and `sync`.
-
-    Raises:
-        UsageError: The job has no servers.
-        PeerError: No worker has made that optimizer within 60 s.
-    """
-    session = current()
-    session.check_part()
-    if session.client is None:
-        raise UsageError("describe_model() asks the servers, and this job has none; start it with polytempo run")
-    with session.lock:
-        found = session.client.find(f"manifest/{optimizer}", PATIENCE)
-    if found is None:
-        raise PeerError(f"timed out after {PATIENCE:g} s waiting for a worker to register optimizer {optimizer}")
-    described: dict[str, Any] = json.loads(found)
-    return described
-
-
-def log(**values: Any) -> None:
-    """Record metrics of this worker in the job's record (`--record DIR`), with the time.
-
-    Args:
-        **values: Numbers of any kind (Python's, NumPy's, a tensor of one element) or texts. A value that is not finite is
-            written as the text "NaN", "Infinity" or "-Infinity".
-
-    Raises:
-        UsageError: A value is neither a number nor a text, or its name is one that every line of the record has.
-
-    Example:
-        ```python
-        pt.log(accuracy=0.93, epoch=4)
-        ```
-    """
-    session = current()
-    session.check_part()
-    taken = {"t", "kind", "worker"} & values.keys()
-    if taken:
-        raise UsageError(f"log() cannot use the name {min(taken)}; every line of the record has it already")
-    figures = plain_figures(values)
-    if session.client is None:
-        session.metrics.append(figures)
-    else:
-        with session.lock:
-            session.client.metric(figures)

@@ -31,7 +31,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from polytempo.checkpoints import MANIFEST, remove_checkpoint, step_name, whole_checkpoints
 from polytempo.errors import UsageError, WrongType, nearest
-from polytempo.session.session import current, init, is_initialized, log, rank, should_stop, size
+from polytempo.session.script_calls import log, should_stop
+from polytempo.session.session import current, init, is_initialized, rank, size
 from polytempo.strategy.checkpoint import KIND, read_checkpoint
 from polytempo.strategy.evaluate import Metric, first_of_replica, mean_over, named_metrics
 from polytempo.strategy.sample_source import Batch, Part, SampleSource

@@ -346,8 +346,7 @@ class Strategy:
         Raises:
             UsageError: The strategy does not fit the number of workers, or `init` was not called.
         """
-        from polytempo.session.session import current
-        from polytempo.session.strategy_scope import StrategyScope
+        from polytempo.session.session import StrategyScope, current
 
         session = current()
         found = self.resolved(session.size, session.job.sync)

@@ -164,6 +164,7 @@ class PairMachine(WorkerMachine):
     """
 
     brings = "nothing"
+    asks = True
 
     def __init__(self, rank: int, last: float = math.inf) -> None:
         super().__init__(last)

@@ -94,6 +94,7 @@ class BlockMachine(WorkerMachine):
 
     def __init__(self, averaging: Averaging, last: float = math.inf) -> None:
         super().__init__(last)
+        self.averaging = averaging  #: what a driver must know of it
         self.parts = averaging.fragments
         self.measures = frozenset(name for name, asked in (("loss", averaging.loss), ("lr", averaging.lr)) if asked)
         self.goes_on = averaging.decoupled  #: one that comes back takes up its data where it left it
@@ -198,7 +199,8 @@ class BlockMachine(WorkerMachine):
     def _released(self, release: Release, part: FragmentTurns, number: int) -> Orders:
         if isinstance(release.directive, NextBlock):
             self._period = release.directive.period
-        if part.is_under_way and not self._takes_early:
+        passed = part.started and release.step > part.next  # a round without this worker's data
+        if (part.is_under_way or passed) and not self._takes_early:
             part.due += max(self._period, 1)  # from when it was due: fragments keep their order
         part.next = part.allowed = release.step
         first, part.started, part.ready = not part.started, True, part.started

@@ -1,6 +1,6 @@
 """When a training has diverged: the rule of the guard. What workers have seen of their steps in, a verdict out.
 
-Of each step in a push a worker tells four numbers; samples of its tensors will do (`train/vital_signs.py`):
+Of each step in a push a worker tells four numbers; samples of its tensors will do (`train/observers.py`):
 
     loss      of its batch, where it is known
     gradient  the norm of the gradient

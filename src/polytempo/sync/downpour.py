@@ -137,7 +137,7 @@ class DownpourMachine(WorkerMachine):
 
     def __init__(self, local: LocalSteps, last: float = math.inf) -> None:
         super().__init__(last)
-        self._local = local
+        self.local = local  #: what a driver must know of its steps
         self._made = 0  # local steps in this life
         self._pending = 0  # of them, not yet in a push
         self._filled = False  # has any of these a gradient?
@@ -148,7 +148,7 @@ class DownpourMachine(WorkerMachine):
     @property
     def made(self) -> int:
         """Local steps that pushes hold, and those since."""
-        return self.step * self._local.push + self._pending
+        return self.step * self.local.push + self._pending
 
     @property
     def done(self) -> bool:
@@ -192,7 +192,7 @@ class DownpourMachine(WorkerMachine):
         self.computes = False
         number = self.made
         self._made, self._pending, self._filled = self._made + 1, self._pending + 1, self._filled or not empty
-        due = self._made % self._local.push == 0 or self.leaving or self.done
+        due = self._made % self.local.push == 0 or self.leaving or self.done
         if not (due and self._filled):
             return (StepHere(number), *self._go())
         return (StepHere(number), *self._push(), ASK_AGAIN)
@@ -207,12 +207,12 @@ class DownpourMachine(WorkerMachine):
 
     def _go(self) -> Orders:
         if self.leaving or self.done or (self.step > self.allowed and not self._pending):
-            return FINISHED if self.step * self._local.push >= self.last and self.step <= self.allowed else NO_ORDERS
+            return FINISHED if self.step * self.local.push >= self.last and self.step <= self.allowed else NO_ORDERS
         orders: list[WorkerOrder] = []
         if self._fetched:
             self._fetching = self._fetched = False
             orders.append(Install())
-        self._due = self._due or (self._made > 0 and self._made % self._local.fetch == 0)
+        self._due = self._due or (self._made > 0 and self._made % self.local.fetch == 0)
         if self._due and not self._fetching:
             self._due, self._fetching = False, True
             orders.append(RequestValues())
@@ -231,7 +231,7 @@ DOWNPOUR = Mode(
     "downpour:push=5,fetch=5",
     "local steps; a push each P and a fetch each F of them, waiting for neither; warm=N: one worker alone at first",
     _build,
-    machine=lambda worker, last, push=1, fetch=1, **_: DownpourMachine(LocalSteps(push, fetch), last),
+    machine=lambda worker, last, push=1, fetch=1, alpha=None, **_: DownpourMachine(LocalSteps(push, fetch, alpha), last),
     options={
         "push": whole_number("push", at_least=1, example="5"),
         "fetch": whole_number("fetch", at_least=1, example="5"),

@@ -240,7 +240,7 @@ class GossipMachine(WorkerMachine):
 
     def __init__(self, overlap: bool, last: float = math.inf) -> None:
         super().__init__(last)
-        self._sends_early = overlap
+        self.sends_early = overlap
         self._row: Mixing | None = None  # of the step it is in, or has pushed last
         self._empty = False  # it has no model
 
@@ -249,7 +249,7 @@ class GossipMachine(WorkerMachine):
             self.computes = False
             step, row = self.step, self._row or ALONE
             self.step += 1
-            sent = () if self._sends_early else (SendModel(row, step),)
+            sent = () if self.sends_early else (SendModel(row, step),)
             return (StepHere(step), ADD_STEP, *sent, SendPush(step))
         if isinstance(event, Release):
             return [*self._mix(event), *self._go()]
@@ -283,7 +283,7 @@ class GossipMachine(WorkerMachine):
             self.step += 1
             return (SendPush(self.step - 1, 0),)
         self.computes = True
-        sent = (SendModel(self._row, self.step),) if self._sends_early else ()
+        sent = (SendModel(self._row, self.step),) if self.sends_early else ()
         return (*sent, SNAPSHOT, COMPUTE)
 
 

@@ -307,6 +307,8 @@ class WorkerMachine(ABC):
     micro = 0  #: micro-batches of a whole step, where the worker takes whole ones
     measures: frozenset[str] = frozenset()  #: what a push says of its block: "loss", "lr"
     overlaps = False  #: does the worker compute while the policy holds it, so that all its idleness is waiting?
+    sends_early = False  #: where values go to other workers: do they leave before the step changes them?
+    asks = False  #: likewise: does it ask one worker at a time for an average of two?
 
     __slots__ = ("allowed", "computes", "last", "leaving", "step")
 

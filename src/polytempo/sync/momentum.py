@@ -131,6 +131,11 @@ def form_of(optimizer: str, groups: Sequence[GroupSettings]) -> MomentumForm:
     return MomentumForm.GRADIENT if plain else MomentumForm.CHANGE
 
 
+def is_known(optimizer: str) -> bool:
+    """Is it known what such a class does with a gradient?"""
+    return optimizer in RULES
+
+
 def check_kept(text: str, optimizer: str, kind: str, why_not: str = "") -> None:
     """Refuse a spec that keeps momentum at each worker where that is not possible.
 
@@ -140,7 +145,7 @@ def check_kept(text: str, optimizer: str, kind: str, why_not: str = "") -> None:
         kind: Its name in any case.
         why_not: Another reason, if there is one.
     """
-    if why_not or optimizer not in RULES:
+    if why_not or not is_known(optimizer):
         why = why_not or f"the look-ahead of {kind} is not known"
         raise UsageError(f"{text} keeps momentum at each worker, which is not possible here: {why}; leave it out")
 

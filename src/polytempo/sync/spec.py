@@ -161,6 +161,11 @@ class Spec:
         momentum = self.options.get("momentum") if self.mode.keeps_momentum else None
         return str(momentum) if momentum in (LOOKAHEAD, WORKER) else ""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Is what a worker's own momentum pushes extrapolated?"""
+        return self.worker_momentum == LOOKAHEAD
+
     def own_push_rate(self, workers: int) -> float:
         """How far an unanswered push of a worker's own moves the values that it computes on, in parts of its rate.
 
@@ -217,7 +222,7 @@ class Spec:
             fallback: Why servers keep the momentum, where the mode would have each worker keep its own.
         """
         if self.worker_momentum:
-            pushed = "its look-ahead" if self.worker_momentum == LOOKAHEAD else "what it steps along"
+            pushed = "its look-ahead" if self.looks_ahead else "what it steps along"
             times = f"{self.spike:g}"
             calmed = (
                 f"gradients above {times} times their usual length are shortened (spike={times}); " if self.spike else ""

@@ -128,8 +128,8 @@ class DeadlineUpdate(MachineUpdate):
     def performs(self) -> LivePerforms:
         return {Abandon: nothing, SendPush: self._hand_over}
 
-    def _tell(self, event: WorkerEvent) -> None:
-        self._obey(self._machine.handle(event, self._clock.now()))
+    def _tell(self, event: WorkerEvent, part: int = 0) -> None:
+        self._obey(self._machine.handle(event, self._clock.now(), part))
 
     def _hand_over(self, order: SendPush) -> None:
         self._push = order

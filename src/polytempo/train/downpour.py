@@ -23,8 +23,6 @@ from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.actions import Release
 from polytempo.sync.downpour import LocalSteps
 from polytempo.sync.machine import (
-    AskAgain,
-    Asked,
     Begin,
     Computed,
     EndBlock,
@@ -90,7 +88,6 @@ class DownpourUpdate(MachineUpdate):
             Begin: nothing,
             StepHere: self._step_here,
             SendPush: self._push,
-            AskAgain: lambda order: self._tell(Asked()),
             RequestValues: self._request_values,
             Install: self._install,
         }

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,9 +21,9 @@ from polytempo.protocol.push import Measures, no_steps
 from polytempo.protocol.values import beside
 from polytempo.records.lines import MAIN
 from polytempo.reducer.reducer import Reducer
+from polytempo.sync import machine as machines
 from polytempo.sync.actions import Admit, Release
-from polytempo.sync.machine import COMPUTED, DROPPED, Compute, LoggedMachine, Orders, WorkerEvent, WorkerMachine
-from polytempo.sync.spec import Spec
+from polytempo.sync.machine import Orders, WorkerEvent, WorkerMachine
 
 
 @dataclass
@@ -75,6 +75,19 @@ class StepUpdate(ABC):
         """Load the job's newest values."""
         reducer.read_values()
 
+    def samples(self) -> float:
+        """The weight of the next step, where the script does not say it."""
+        return 1.0
+
+    def state(self, reducer: Reducer) -> dict[str, Any]:
+        """What is kept beside the optimizer's state, and belongs to its `state_dict()`."""
+        residual = reducer.residual()
+        return {"filters": residual} if residual else {}
+
+    def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
+        """Go on from what `state` has put into a `state_dict()`."""
+        reducer.load_residual(state.get("filters", {}))
+
     def stats(self) -> dict[str, Any]:
         """Figures of this way."""
         return {}
@@ -82,15 +95,6 @@ class StepUpdate(ABC):
 
 #: What each kind of order does here.
 LivePerforms = dict[type, Callable[[Any], object]]
-
-
-def machine_for(spec: Spec, reducer: Reducer) -> WorkerMachine:
-    """A fresh machine for an optimizer of this worker, whose events and orders the session may want to see."""
-    session = reducer.session
-    machine = spec.machine(session.rank)
-    if session.machine_log is None:
-        return machine
-    return cast(WorkerMachine, LoggedMachine(machine, reducer.name, session.machine_log))
 
 
 def nothing(order: object) -> None:
@@ -109,7 +113,11 @@ class MachineUpdate(StepUpdate):
         self._machine, self._reducer = machine, reducer
         self._request = no_request()  # the one that is carried out
         self._result: Any = None  # what its closure has returned
-        self._performs: LivePerforms = {Compute: self._compute, **self.performs()}
+        self._performs: LivePerforms = {
+            machines.Compute: self._compute,
+            machines.AskAgain: lambda order: self._tell(machines.ASKED),
+            **self.performs(),
+        }
 
     @abstractmethod
     def performs(self) -> LivePerforms:
@@ -126,7 +134,7 @@ class MachineUpdate(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         self._request, self._result = request, None
-        self._tell(COMPUTED)
+        self._tell(machines.COMPUTED)
         while not self._machine.computes:
             self._wait()
         return self._result
@@ -140,13 +148,13 @@ class MachineUpdate(StepUpdate):
         """Tell the machine of the release that has come."""
         reducer = self._reducer
         if reducer.step > self._machine.step:  # its push was discarded, and the job is further
-            self._tell(DROPPED)
+            self._tell(machines.DROPPED)
         self._tell(Release(reducer.session.rank, reducer.released, reducer.step, reducer.directive))
 
-    def _tell(self, event: WorkerEvent) -> None:
-        self._obey(self._machine.handle(event, time.monotonic()))
+    def _tell(self, event: WorkerEvent, part: int = 0) -> None:
+        self._obey(self._machine.handle(event, time.monotonic(), part))
 
-    def _compute(self, order: Compute) -> None:
+    def _compute(self, order: machines.Compute) -> None:
         """The script does it, on what its samplers deal. Steps of other optimizers are made of the same batches."""
         if order.weights and beside(self._reducer.name) == MAIN:
             self._reducer.session.ledger.cut_by(order.weights, order.since)

@@ -128,20 +128,18 @@ def _recalibrate(model: torch.nn.Module, layers: list[torch.nn.Module], batches:
         for layer in layers:
             layer.reset_running_stats()
             layer.train()
-        _forward(model, layers, batches)
+        seen = 0
+        for batch in batches:
+            seen += 1
+            for layer in layers:  # None is a cumulative average for batch norm alone
+                layer.momentum = None if isinstance(layer, _BatchNorm) else 1 / seen
+            model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        if not seen:
+            raise UsageError(
+                'evaluation_statistics(model, "recalibrated") got no batches; a generator can be used only once'
+            )
     finally:
         for module, training in modes:
             module.training = training
         for layer, momentum in momenta:
             layer.momentum = momentum
-
-
-def _forward(model: torch.nn.Module, layers: list[torch.nn.Module], batches: Iterable[Any]) -> None:
-    seen = 0
-    for batch in batches:
-        seen += 1
-        for layer in layers:  # None is a cumulative average for batch norm alone
-            layer.momentum = None if isinstance(layer, _BatchNorm) else 1 / seen
-        model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-    if not seen:
-        raise UsageError('evaluation_statistics(model, "recalibrated") got no batches; a generator can be used only once')

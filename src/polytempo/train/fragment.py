@@ -9,17 +9,22 @@
 Among workers the mean of the values is made by the reducers of `bsp`, and each worker makes the same outer step from it, on
 an anchor of its own. On servers the anchor is what they hold; here is a copy, which each answer renews.
 
-With the parameters may travel what belongs to them (`companions.py`): module buffers, optimizer state. These are averaged,
-and no outer step is made with them.
+With the parameters may travel what belongs to them, its companions. These are averaged, and no outer step is made with them:
+
+    module buffers    those of floating point (the running statistics of batch norm); counters stay each worker's own
+    optimizer state   what the wrapped optimizer keeps for each parameter. Torch makes it in the first step, and all workers
+                      must know what travels before: so a copy of the optimizer makes one step with gradients of zero, and
+                      shows it
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from polytempo.errors import UsageError
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep, cut
 from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo, part_of
@@ -32,10 +37,72 @@ from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.server.optimizer_state import as_bytes, as_tensor, digest_of_bytes
 from polytempo.session.session import Session
 from polytempo.sync.blocks import Averaging
-from polytempo.train.companions import Companions
 from polytempo.train.model_tables import dense_segments, dense_state
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
+
+
+class Companions:
+    """Tensors that travel beside the parameters: stand-ins, filled before a round and copied back after it.
+
+    Args:
+        model: The model whose buffers are averaged, if they are.
+        optimizer: The optimizer whose state is averaged, if it is.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._model, self._optimizer = model, optimizer
+        named = [] if model is None else [(name, tensor) for name, tensor in model.named_buffers() if _averaged(tensor)]
+        self._buffers = [name for name, _ in named]
+        self._state = [] if optimizer is None else state_names(optimizer)
+        shapes = [tensor for _, tensor in named] + [tensor for _, _, tensor in self._state]
+        self.tensors = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in shapes]  #: the stand-ins
+        self.names = [f"buffer {name}" for name in self._buffers]  #: their names
+        self.names += [f"{name} of parameter {index}" for index, name, _ in self._state]
+
+    def _live(self) -> list[torch.Tensor | None]:
+        """The tensors themselves; None for state that is not there yet."""
+        known = dict(self._model.named_buffers()) if self._model is not None else {}
+        found: list[torch.Tensor | None] = [known.get(name) for name in self._buffers]
+        if self._optimizer is not None:
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            found += [self._optimizer.state.get(params[index], {}).get(name) for index, name, _ in self._state]
+        return found
+
+    def read(self) -> None:
+        """Fill the stand-ins."""
+        for stand_in, live in zip(self.tensors, self._live(), strict=True):
+            if live is None:
+                stand_in.zero_()
+            else:
+                stand_in.copy_(live.detach())
+
+    def write(self) -> None:
+        """Copy the stand-ins back."""
+        for stand_in, live in zip(self.tensors, self._live(), strict=True):
+            if live is not None:
+                live.detach().copy_(stand_in)
+
+
+def _averaged(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+
+
+def state_names(optimizer: torch.optim.Optimizer) -> list[tuple[int, str, torch.Tensor]]:
+    """What this optimizer keeps: the number of a parameter, a name, and a tensor of that form."""
+    if type(optimizer) is torch.optim.LBFGS:
+        raise UsageError("state=mean cannot average the history of LBFGS; use state=keep or state=reset")
+    trial = copy.deepcopy(optimizer)
+    params = [param for group in trial.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    trial.step()
+    return [
+        (index, name, value)
+        for index, param in enumerate(params)
+        for name, value in sorted(trial.state.get(param, {}).items())
+        if _averaged(value)
+    ]
 
 
 class Fragment:
@@ -78,23 +145,21 @@ class Fragment:
             self._views = [self._landing.views[index] for index in range(len(self._tensors))]
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
-            reducer.taker.install, reducer.taker.land = self._land, _stay
+            reducer.taker.install = self._land
+            reducer.taker.land = lambda: None  # what has landed on a device is where it shall be
         elif steps:
             self._outer = OuterStep(self._views, groups, rules)
-            reducer.digests = self._digests  # type: ignore[attr-defined]
+            digests = lambda: b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)  # noqa: E731
+            reducer.digests = digests  # type: ignore[attr-defined]
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
         return self.reducer.copier.params
 
     def _land(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
-        """Values of the servers."""
         for shard, buffers in parts.items():
             for segment, data in zip(self.reducer.layout.shards[shard], buffers, strict=True):
                 self._landing.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
-
-    def _digests(self) -> bytes:
-        return b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)
 
     # A round.
 
@@ -240,10 +305,6 @@ class Fragment:
             self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
 
 
-def _stay() -> None:
-    """Values that have landed on a device are where they shall be."""
-
-
 def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[float]) -> GroupValues:
     """What servers are told: the outer step's hyper-parameters, and those of the local steps, which must be alike too."""
     local = [{f"local {name}": value for name, value in group.items()} for group in hyper]
@@ -251,57 +312,52 @@ def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[
     return tuple({**rule.hyper(lr), **own} for rule, lr, own in zip(rules, rates, local, strict=True))
 
 
-@dataclass(frozen=True)
-class AveragedModel:
-    """What is averaged: all parameters, and what travels with them."""
-
-    params: Sequence[torch.Tensor]
-    infos: Sequence[TensorInfo]  #: of the parameters
-    hyper: GroupValues
-    companions: Companions
-
-
-class FragmentBuilder:
-    """Makes the fragments of one optimizer, the same on all workers.
+def make_fragments(
+    session: Session,
+    name: str,
+    averaging: Averaging,
+    specs: SpecBuilder,
+    params: Sequence[torch.Tensor],
+    described: Sequence[TensorInfo],
+    hyper: GroupValues,
+    companions: Companions,
+    on_servers: bool,
+) -> list[Fragment]:
+    """The fragments of one optimizer, the same on all workers.
 
     Args:
         session: The job.
+        name: Of the optimizer; the first fragment is registered under it, and takes the companions along.
         averaging: What the mode says about averages.
         specs: The specs by which they are registered.
+        params: All parameters.
+        described: The same, for the job.
+        hyper: The hyper-parameters of the local steps.
+        companions: What travels with the parameters.
         on_servers: Do servers hold the values?
     """
-
-    def __init__(self, session: Session, averaging: Averaging, specs: SpecBuilder, on_servers: bool) -> None:
-        self._session, self._averaging, self._specs, self._on_servers = session, averaging, specs, on_servers
-        rule = OuterRule(averaging.outer_lr, averaging.outer_momentum, averaging.nesterov, averaging.in_lr)
-        self._rule = PLAIN if averaging.plain else rule
-
-    def fragments(self, model: AveragedModel, name: str) -> list[Fragment]:
-        """The fragments; the first is registered under this name, and takes the companions along."""
-        sizes = [param.numel() * param.element_size() for param in model.params]
-        parts = cut(sizes, self._averaging.fragments)
-        first = self._fragment(model, name, parts[0], model.companions)
-        fragments = [first]
-        for number, part in enumerate(parts[1:], 1):
-            other = part_of(name, number) if self._specs.members else self._session.next_optimizer_id()
-            fragments.append(self._fragment(model, other, part, Companions(), first.reducer))
-        return fragments
-
-    def _fragment(
-        self, model: AveragedModel, name: str, part: range, companions: Companions, beside: Reducer | None = None
-    ) -> Fragment:
-        more, last = companions.tensors, len(model.hyper)
-        rules = [self._rule] * last + [PLAIN] * bool(more)
-        infos = (*(model.infos[i] for i in part), *describe(more, companions.names, [last] * len(more)))
-        rates = [*(float(group["lr"]) for group in model.hyper), 1.0]
-        outer = outer_hyper(rules, model.hyper, rates[: len(rules)])
-        steps = any(rule != PLAIN for rule in rules) or self._averaging.decoupled
-        spec = self._specs.of_values(infos, model.hyper, outer, steps, self._on_servers, len(more))
-        companions.read()
-        tensors = [*(model.params[i] for i in part), *more]
-        reducer = make_value_reducer(self._session, name, spec, tensors, self._on_servers, beside)
-        if not self._session.job.resumed or set(companions.names) <= set(self._session.job.companions):
-            companions.write()  # all start from those of one worker, as with the values, or from the checkpoint's
-        alone = not self._averaging.waits
-        overlaps = bool(self._averaging.overlap) or alone
-        return Fragment(reducer, rules, [info.group for info in infos], companions, overlaps, alone)
+    rule = OuterRule(averaging.outer_lr, averaging.outer_momentum, averaging.nesterov, averaging.in_lr)
+    rule = PLAIN if averaging.plain else rule
+    fragments: list[Fragment] = []
+    for number, part in enumerate(cut([param.numel() * param.element_size() for param in params], averaging.fragments)):
+        more = companions if number == 0 else Companions()
+        rules = [rule] * len(hyper) + [PLAIN] * bool(more.tensors)
+        infos = (*(described[i] for i in part), *describe(more.tensors, more.names, [len(hyper)] * len(more.tensors)))
+        rates = [*(float(group["lr"]) for group in hyper), 1.0]
+        outer = outer_hyper(rules, hyper, rates[: len(rules)])
+        steps = any(one != PLAIN for one in rules) or averaging.decoupled
+        spec = specs.of_values(infos, hyper, outer, steps, on_servers, len(more.tensors))
+        if number:
+            name_of_part = part_of(name, number) if specs.members else session.next_optimizer_id()
+        else:
+            name_of_part = name
+        more.read()
+        tensors = [*(params[i] for i in part), *more.tensors]
+        beside = fragments[0].reducer if fragments else None
+        reducer = make_value_reducer(session, name_of_part, spec, tensors, on_servers, beside)
+        if not session.job.resumed or set(more.names) <= set(session.job.companions):
+            more.write()  # all start from those of one worker, as with the values, or from the checkpoint's
+        alone = not averaging.waits
+        overlaps = bool(averaging.overlap) or alone
+        fragments.append(Fragment(reducer, rules, [info.group for info in infos], more, overlaps, alone))
+    return fragments

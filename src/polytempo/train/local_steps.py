@@ -15,7 +15,7 @@ Module buffers are each worker's own, or with `buffers="mean"` averaged with the
 What the script writes to parameters inside a block is this worker's progress, like a local step. What it writes between an
 average and the first step after it replaces the anchor of an outer step, and must then be the same on all workers.
 
-`adacomm` learns the loss from `backward()` (`loss_watch.py`). With `hold=1` a fall of the learning rate waits while blocks
+`adacomm` learns the loss from `backward()` (`observers.py`). With `hold=1` a fall of the learning rate waits while blocks
 have more than one step: local steps are made at the rate before it. A rise is not held.
 
 Which fragment is sent when, what is waited for, and what is taken when, the machine says (`sync/blocks.py`). Where no
@@ -40,62 +40,51 @@ from polytempo.profile_ranges import profiled
 from polytempo.protocol.push import Measures
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.session.session import Session
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.blocks import BlockMachine
 from polytempo.sync.machine import (
-    ASKED,
-    COMPUTED,
-    AskAgain,
-    Compute,
+    Asked,
     EndBlock,
     Install,
-    LoggedMachine,
     SatOut,
     SendPush,
     StepHere,
-    WorkerEvent,
-    WorkerMachine,
 )
-from polytempo.sync.spec import Spec
-from polytempo.train.driver import LivePerforms, StepRequest, StepUpdate, no_request, nothing
+from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest
 from polytempo.train.fragment import Fragment
-from polytempo.train.loss_watch import BlockLoss, LossWatch
+from polytempo.train.observers import BlockLoss, LossWatch
 from polytempo.train.update import Wrapped, step_unwrapped
 
 
-class LocalStepUpdate(StepUpdate):
+class LocalStepUpdate(MachineUpdate):
     """Blocks of one optimizer."""
 
-    def __init__(
-        self, session: Session, wrapped: Wrapped, fragments: Sequence[Fragment], spec: Spec, machine: WorkerMachine
-    ) -> None:
-        assert spec.averaging is not None
-        assert isinstance(machine, BlockMachine | LoggedMachine)
-        self._session, self._wrapped, self._spec, self._averaging = session, wrapped, spec, spec.averaging
-        self._machine: Any = machine
-        self._loss = BlockLoss(LossWatch(session)) if spec.averaging.loss else None
+    _machine: BlockMachine
+
+    def __init__(self, wrapped: Wrapped, fragments: Sequence[Fragment], machine: BlockMachine) -> None:
+        super().__init__(machine, fragments[0].reducer)
+        session, averaging = self._reducer.session, machine.averaging
+        self._wrapped, self._averaging = wrapped, averaging
+        self._loss = BlockLoss(LossWatch(session)) if averaging.loss else None
         self._held: list[float] = []  # the learning rates of the last local step, where a fall of them waits
         self.fragments = list(fragments)
-        self._request = no_request()
-        self._result: Any = None
         self._steps = 0
         self._averages = 0
         self._exchanged = 0.0  # seconds since the main fragment was sent
         self._hyper: GroupValues = ()  # of the last local step
-        self._watch = None if spec.averaging.waits else AnswerWatch([fragment.reducer for fragment in fragments])
-        self._performs: LivePerforms = {
-            Compute: nothing,
-            StepHere: self._step_here,
-            SendPush: lambda order: self._send(self.fragments[order.part]),
-            Install: self._install,
-            AskAgain: lambda order: self._tell(ASKED),
-        }
+        self._watch = None if averaging.waits else AnswerWatch([fragment.reducer for fragment in fragments])
         for number, fragment in enumerate(self.fragments):
             self._tell(Admit(session.rank, fragment.reducer.step), number)
         for number in range(len(self.fragments)):
             self._hear(number)
         session.flushing.append(self.flush)
+
+    def performs(self) -> LivePerforms:
+        return {
+            StepHere: self._step_here,
+            SendPush: lambda order: self._send(self.fragments[order.part]),
+            Install: self._install,
+        }
 
     @property
     def steps(self) -> int:
@@ -112,14 +101,10 @@ class LocalStepUpdate(StepUpdate):
 
     # The machine.
 
-    def _tell(self, event: WorkerEvent, part: int = 0) -> None:
-        for order in self._machine.handle(event, time.monotonic(), part):
-            self._performs[type(order)](order)
-
-    def _hear(self, number: int) -> None:
+    def _hear(self, number: int = 0) -> None:
         """The answer to a fragment's push is here."""
         reducer = self.fragments[number].reducer
-        self._tell(Release(self._session.rank, reducer.step, reducer.step, reducer.directive), number)
+        self._tell(Release(reducer.session.rank, reducer.step, reducer.step, reducer.directive), number)
 
     def _wait(self) -> None:
         """For an answer without which nothing more can be done."""
@@ -142,14 +127,10 @@ class LocalStepUpdate(StepUpdate):
 
     def step(self, request: StepRequest) -> Any:
         """One local step, and what is due after it."""
-        self._request, self._result = request, None
         if self._watch is not None and any(fragment.sent_at is not None for fragment in self.fragments):
             self._watch.poll()
             self._hear_answers()
-        self._tell(COMPUTED)
-        while not self._machine.computes:
-            self._wait()
-        return self._result
+        return super().step(request)
 
     def _step_here(self, order: StepHere) -> None:
         began, measures = time.perf_counter(), self._request.measures
@@ -216,7 +197,7 @@ class LocalStepUpdate(StepUpdate):
             if self._averaging.lr:
                 made.lr = rates[0]
             if self._loss is not None and made.count:
-                made.loss = self._loss.take(self._spec.text)
+                made.loss = self._loss.take(self._reducer.spec.sync)
         fragment.send(self._steps, hyper, rates, self._wrapped.finite)
 
     def _install(self, order: Install) -> None:
@@ -251,7 +232,7 @@ class LocalStepUpdate(StepUpdate):
             newest = self._watch.reducers[number].newest()
             self._watch.poll()  # an answer may have come meanwhile
             self._hear_answers()
-            self._tell(ASKED)
+            self._tell(Asked())
             fragment.show(newest)
 
     def push_values(self, reducer: Reducer) -> None:
@@ -272,15 +253,12 @@ class LocalStepUpdate(StepUpdate):
                 self._tell(SatOut(), number)
         self.flush(restarts=True)
 
-    # Optimizer state beside the wrapped optimizer's.
+    def state(self, reducer: Reducer) -> dict[str, Any]:
+        outer = [momentum for fragment in self.fragments if (momentum := fragment.momentum())]
+        return {"outer": outer} if outer else {}
 
-    def outer_state(self) -> list[Any]:
-        """The outer momentum of each fragment."""
-        return [momentum for fragment in self.fragments if (momentum := fragment.momentum())]
-
-    def load_outer_state(self, state: Sequence[Any]) -> None:
-        """Go on from it."""
-        for fragment, momentum in zip(self.fragments, state, strict=False):
+    def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
+        for fragment, momentum in zip(self.fragments, state.get("outer", []), strict=False):
             fragment.load_momentum(momentum)
 
 

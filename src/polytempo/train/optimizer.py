@@ -11,7 +11,7 @@ With `via="allreduce"` no server holds anything: workers average gradients among
 optimizer on the mean, whatever `apply` says. Alone, without a launcher, the wrapped optimizer simply runs.
 
 How gradients travel is the reducer's business (`reducer/reducer.py`), where the update is made the update's (`update.py`):
-both are chosen once, here, and a step asks neither what it is.
+both are chosen once (`assembly.py`), and a step asks neither what it is.
 
 In modes with blocks of local steps (`local`, `adacomm`, `diloco`) the wrapped optimizer always runs here, on this worker's
 own gradients, and values are averaged at the end of each block (`local_steps.py`).
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,50 +35,29 @@ from polytempo.collectives.world import OF_FAILURES
 from polytempo.compression.chain import parse_compression
 from polytempo.errors import UsageError
 from polytempo.mesh import ReplicaRanks
-from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.protocol.push import Measures
 from polytempo.protocol.training_troubles import Circumstances
-from polytempo.protocol.values import OptimizerSpec, beside, number_of
-from polytempo.records.lines import MAIN
-from polytempo.reducer.factory import BufferMean, make_reducer
-from polytempo.reducer.gradient_checks import DIGESTED_STEPS, FiniteWatch, OwnReport, gradient_digest
-from polytempo.reducer.neighbour_reducer import NeighbourReducer
-from polytempo.reducer.optimizer_spec import HyperParameters, RuleAlone
-from polytempo.reducer.peer_reducer import PeerReducer
+from polytempo.protocol.values import number_of
+from polytempo.reducer.gradient_checks import FiniteWatch, OwnReport
 from polytempo.reducer.reducer import Reducer
-from polytempo.reducer.round_exchange import ServerRounds
-from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.server.optimizer_state import SegmentState
 from polytempo.session.session import current
-from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.compatibility import Feature, check_features
-from polytempo.sync.momentum import LOOKAHEAD, MomentumForm
-from polytempo.sync.spec import Spec, parse_spec
-from polytempo.train.adpsgd import PairUpdate
+from polytempo.sync.spec import Spec
+from polytempo.train.assembly import JobPart, make_update
 from polytempo.train.communication import Group
-from polytempo.train.companions import Companions
-from polytempo.train.deadline_rounds import DeadlineUpdate
-from polytempo.train.downpour import DownpourUpdate
-from polytempo.train.driver import StepRequest, StepUpdate, machine_for
-from polytempo.train.fragment import AveragedModel, Fragment, FragmentBuilder
-from polytempo.train.gossip import GossipUpdate
-from polytempo.train.input_watch import InputWatch
-from polytempo.train.local_steps import LocalStepUpdate
+from polytempo.train.driver import StepRequest
 from polytempo.train.model_tables import ModelTables
-from polytempo.train.optimizer_group import CountedSteps, in_scope
-from polytempo.train.peer_rounds import PeerRounds
-from polytempo.train.script_state import GivenState, WorkerOptimizerState, registered_in
-from polytempo.train.share_rounds import ShareUpdate
-from polytempo.train.step_clock import StepClock
-from polytempo.train.update import PushChange, PushGradient, StepAlone, StepOnMean, Wrapped, is_observed, unscale
+from polytempo.train.observers import StepObservers
+from polytempo.train.update import Wrapped, is_observed, unscale
 from polytempo.train.validation import (
     OptimizerArguments,
+    OptimizerPlan,
     check_choices,
     check_order,
+    in_scope,
     names_of,
     weight_of,
 )
-from polytempo.train.vital_signs import OwnGuard, StepSigns
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -131,135 +110,63 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._ready = True
         self._session = session = current()
-        sync, via = in_scope(sync, via, group, session)
-        spec = parse_spec(sync) if sync else session.job.spec
+        spec, via = in_scope(sync, via, group, session)
         check_choices(apply, via, buffers, clip_norm, nonfinite)
-        tables = ModelTables(model)
+        self._tables = tables = ModelTables(model)
         self._params = [param for group in self.param_groups for param in group["params"]]
-        self._on_gpu = any(param.is_cuda for param in self._params)
         self._names = names_of(self._params, named_parameters, model)
-        self._groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
+        groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         arguments = OptimizerArguments(
-            *(session, optimizer, model, self._params, self._names, self._groups, group, via, apply),
+            *(session, optimizer, model, self._params, self._names, groups, group, via, apply),
             *(parse_compression(compression), buffers, clip_norm, bool(tables.embeddings)),
         )
-        settled = arguments.settled(spec)
-        _, ranks, together, among_workers, here, self._momentum, mirrored, self._specs = settled
-        self._spec = spec = settled.spec
-        apply = "delta" if self._momentum is MomentumForm.CHANGE else apply
-        tables.mirror(mirrored, self._params)
-        self._apply, self._tables = apply, tables
-        self._hyper = HyperParameters(spec, optimizer, bare=self._momentum is MomentumForm.GRADIENT)
-        averaged = model if buffers == "mean" else None  # the model whose buffers are averaged
-        self._emulation = session.emulation
-        self._agreed = False  # synchronize() was called since the last step
-        self._to_digest = DIGESTED_STEPS + 1
-        self._syncing = True
-        self._name = ranks.enter(session)
-        first = beside(self._name) == MAIN
-        self._is_first = first and (
-            session.together or spec.capabilities.by_speed
-        )  # its steps say where this rank is in its data
-        if together and self._name == MAIN and session.client is not None:  # whose job gets advice at its end
-            self._specs.refused = arguments.refused()
-        self._buffers: BufferMean | None = None
-        if averaged is not None and not spec.capabilities.averages:  # else they travel with the values
-            self._buffers = BufferMean(session, averaged, self._name, ranks.members)
-        self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
-        self._reducer: Reducer | None = None
-        self._reducers: list[Reducer] = []  # of all its parts
-        self._given: GivenState | None = None  # until the first step
-        if self._momentum is not MomentumForm.NONE:
-            self._given = GivenState(session, self._name, WorkerOptimizerState(optimizer))
-            if optimizer.state and not session.job.resumed and session.rank == min(ranks.members, default=0):
-                self._given.give()
-        fragments = self._take_part(averaged, among_workers) if together else []
-        report = OwnReport(session.rank, self._params, self._circumstances) if together and session.client is None else None
-        finite = FiniteWatch(self._names, session.rank, nonfinite, report)
-        self._signs = StepSigns(session, self._params) if self._reducer is not None else None
-        first = session.rank == min(ranks.members, default=0)
-        self._guard = OwnGuard(report) if report is not None and first else None
-        self._wrapped = Wrapped(optimizer, self._params, self._hyper.now, finite, tables, clip_norm)
-        tables.attach(self._reducer, lambda: optimizer.param_groups[0]["lr"])
-        looks_ahead = spec.worker_momentum == LOOKAHEAD
-        joins = self._reducer is not None and self._reducer.client_state.version > 0 and not session.job.resumed
-        change = ChangeMomentum(optimizer, looks_ahead, joins) if self._momentum is MomentumForm.CHANGE else None
-        self._update = _make_update(self._wrapped, self._reducer, spec, apply, self._hyper, fragments, change)
-        if ranks.reports(self._name) and session.client is not None:
-            self._update = CountedSteps(self._update, session, StepClock(session, self._name, ranks.members))
-        if spec.capabilities.by_speed and self._is_first:
-            session.ledger.spec = spec
-        if spec.capabilities.work is PushedWork.SHARE:
-            self._update = ShareUpdate(self._update, session, spec, self._params, self._reducer, self._is_first)
-        self._keep_state(here or self._momentum is MomentumForm.GRADIENT)
-        told = model is not None and self._reducer is not None and session.client is not None  # to a sequencer
-        self._input = InputWatch(model) if model is not None and told else None
-        if self._input is not None:
-            session.flushing.append(self._input.stop)
+        plan = arguments.settled(spec)
+        self._spec = plan.spec
+        self._part = JobPart(plan, tables)
+        self._reducer = self._part.reducer
+        self._take_part()
+        self._make_steps(plan, nonfinite)
+        self._part.keep_state()
         session.computing_from(time.perf_counter())
 
-    def _take_part(self, averaged: torch.nn.Module | None, among_workers: bool) -> list[Fragment]:
-        """Make what travels to the other workers; the fragments, in modes that average values."""
-        session = self._session
-        fragments = _make_fragments(self, averaged, not among_workers)
-        self._reducer = fragments[0].reducer if fragments else self._make_reducer(among_workers)
-        _take_over(self, self._params, self._names)
-        self._reducers = [fragment.reducer for fragment in fragments] or [self._reducer]
-        for reducer in self._reducers:
+    def _take_part(self) -> None:
+        """Take the parameters over, and go on with the job's rounds until the end."""
+        self._displaced = ""  # a parameter that a later DistributedOptimizer has taken
+        if self._reducer is None:
+            return
+        session, mine = self._session, weakref.ref(self)
+        for param, name in zip(self._params, self._names, strict=True):  # servers hold values for each optimizer
+            before = session.owners.get(id(param), mine)()
+            if before is not None and before is not self:
+                before._displaced = before._displaced or name
+            session.owners[id(param)] = mine
+        for reducer in self._part.reducers:
             session.watches.add(reducer.copier.watch)
         if self._reducer.needs_join:
             session.before_leaving(self.join)
-        return fragments
 
-    def _keep_state(self, here: bool) -> None:
-        """State of the wrapped optimizer that no server has belongs to the checkpoints of the job."""
-        reducer, job, name = self._reducer, self._session.job, f"optimizer {self._name}"
-        if not isinstance(reducer, ServerReducer) or not (job.saves or job.resumed):
-            return
-        if here:
-            state, registered = WorkerOptimizerState(self.inner), registered_in(self._session)
-            if job.resumed and (saved := reducer.saved_state()):  # servers ran it, in the mode of the checkpoint
-                state.load_state_dict(self._tables.torch_state(saved, reducer.spec.tensors, self._params))
-            registered.add(state, per_rank=True, name=name, averaged=True)
-        elif job.resumed and reducer.spec.optimizer == type(self.inner).__name__:
-            found = registered_in(self._session).mean(name)  # workers ran it
-            if found is not None:
-                reducer.load_state(self._tables.segments_of(found, reducer.spec.tensors, self._params))
-
-    def _make_reducer(self, among_workers: bool) -> Reducer:
-        return make_reducer(
-            self._session,
-            self._name,
+    def _make_steps(self, plan: OptimizerPlan, nonfinite: str) -> None:
+        """Make what makes the steps, and what looks at them."""
+        session, given = self._session, plan.arguments
+        alone = plan.together and session.client is None  # no coordinator tells how the training goes
+        report = OwnReport(session.rank, self._params, self._circumstances) if alone else None
+        finite = FiniteWatch(self._names, session.rank, nonfinite, report)
+        self._wrapped = Wrapped(self.inner, self._params, plan.hyper.now, finite, self._tables, given.clip_norm)
+        self._tables.attach(self._reducer, lambda: self.inner.param_groups[0]["lr"])
+        self._update = make_update(self._part, self._wrapped)
+        self._observers = StepObservers(
+            session,
             self._params,
-            self._spec,
-            self._tables.dense,
-            self._spec_of,
-            self._take_initial_state,
-            self._tables.all,
-            on_servers=not among_workers,
-            momentum=self._gradient_momentum(),
+            by_speed=plan.spec.capabilities.by_speed,
+            deals=self._part.deals,
+            exchanges=self._reducer is not None,
+            model=given.model if self._reducer is not None and session.client is not None else None,
+            report=report if plan.leads else None,
         )
-
-    def _gradient_momentum(self) -> GradientMomentum | None:
-        looks_ahead = self._spec.worker_momentum == LOOKAHEAD
-        return (
-            GradientMomentum(self.inner, looks_ahead, self._spec.spike) if self._momentum is MomentumForm.GRADIENT else None
-        )
-
-    def _spec_of(self, special: str) -> OptimizerSpec:
-        """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
-        chosen = range(len(self._params)) if special else self._tables.dense
-        tables = () if special else tuple(table.info for table in self._tables.all)
-        described = self._specs.describe(self._params, self._names, self._groups, chosen)
-        return self._specs.build(special, described, self._hyper.now(), tables)
-
-    def _take_initial_state(self, spec: OptimizerSpec) -> Sequence[SegmentState]:
-        """State that the wrapped optimizer has already goes to the servers, where they keep it."""
-        if self._apply != "server" or self._momentum is MomentumForm.GRADIENT or not self.inner.state:
-            return []
-        state = self._tables.segments_of(self.inner.state_dict()["state"], spec.tensors, self._params)
-        self.inner.state.clear()
-        return state
+        self._emulation = session.emulation
+        self._on_gpu = any(param.is_cuda for param in self._params)
+        self._syncing = True
+        self._agreed = False  # synchronize() was called since the last step
 
     def failure_groups(self) -> list[RankGroup]:
         """The groups in which ranks that take the steps together tell each other why one of them cannot go on.
@@ -270,7 +177,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._reducer is None:
             return []
         world, members = self._session.world(), self._reducer.spec.members or range(self._session.size)
-        return [*self._reducer.groups(), world.group_of_optimizer(members, number_of(self._name), OF_FAILURES)]
+        return [*self._reducer.groups(), world.group_of_optimizer(members, number_of(self._part.name), OF_FAILURES)]
 
     @property
     def spec(self) -> Spec:
@@ -349,35 +256,26 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             with torch.enable_grad():
                 value = closure()
             closure = None
-        if self._is_first and self._session.registered is not None:
+        if self._part.deals and self._session.registered is not None:
             self._session.registered.mark()
-        if self._given is not None:
-            self._given.take()
-            self._given = None
+        if self._part.given is not None:
+            self._part.given.take()
+            self._part.given = None
         with torch.no_grad():
             measures = Measures(samples=1.0 if samples is None else samples)
             request = StepRequest(measures, self._unscale(), self._agreed, closure)
             request.weighed = samples is not None
             request.loss, request.scale = value if loss is None else loss, getattr(self, "grad_scale", None)
             request.unscaled = request.scale is None and getattr(self, "found_inf", None) is not None
-            self._look_at_signs(request)  # before its time is taken: from there on a round may end without it
+            # Before its time is taken: from there on a round may end without it.
+            self._observers.look_at_signs(request, self._update)
             measures.computed = self._begin_step(self._reducer) if self._reducer is not None else 0.0
-            self._look_at_input(measures)
-            self._look_at_data(measures, samples)
+            self._observers.look_at_data(measures, samples, self._agreed)
             result = self._update.step(request)
         self._agreed = False
         self._session.computing_from(time.perf_counter())
-        if self._input is not None and not (self._session.client and self._session.client.stop):
-            self._input.watch()
+        self._observers.end_step()
         return result if value is None else value
-
-    def _look_at_signs(self, request: StepRequest) -> None:
-        """What this step shows of the training, for the guard against divergence."""
-        if self._signs is not None:
-            signs = self._signs.look(request)
-            request.measures.vital_signs = () if signs is None else (signs,)
-            if self._guard is not None:
-                self._guard.look(signs, self._update.steps)
 
     def _circumstances(self) -> Circumstances:
         """How this worker trains, where no server does."""
@@ -395,26 +293,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._tables.check_unchanged()
         self._emulation.slow_down(self._session.computed(time.perf_counter()))
         return self._session.computed(time.perf_counter())
-
-    def _look_at_input(self, measures: Measures) -> None:
-        """How long this worker has waited for data, and the work of the step as the model saw it."""
-        if self._input is None:
-            return
-        measures.input, work = self._input.take(self._session.computed, measures.computed)
-        if not self._spec.capabilities.by_speed:  # there the sampler says what the work is
-            measures.work = work
-
-    def _look_at_data(self, measures: Measures, samples: float | None) -> None:
-        """Where this worker is in its data and, in the first steps, a digest of its gradient."""
-        if not self._is_first:
-            return
-        self._to_digest -= self._to_digest > 0
-        if self._to_digest and not self._agreed:  # the mean is alike
-            measures.gradient_digest = gradient_digest(self._params)
-        ledger = self._session.ledger
-        measures.positions = ledger.trained(samples)
-        if not self._spec.capabilities.by_speed:
-            measures.size = samples if samples is not None else ledger.counted
 
     def _unscale(self) -> bool:
         """Undo a GradScaler's scale; is this step to be skipped?"""
@@ -473,13 +351,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             UsageError: The mode has no barrier.
         """
         check_features(self._spec, Feature.SYNCHRONIZE)
-        dealt = self._update.samples() if isinstance(self._update, ShareUpdate) else 1.0
-        weight = dealt if samples is None else weight_of(samples)
+        weight = self._update.samples() if samples is None else weight_of(samples)
         if self._reducer is not None:
             with self._not_computing(), torch.no_grad():
                 self._reducer.renew()
                 self._tables.check_unchanged()
-                self._reducer.agree(self._hyper.now(), weight, skip=False)
+                self._reducer.agree(self._wrapped.hyper(), weight, skip=False)
         self._agreed = True
 
     def join(self) -> None:
@@ -528,8 +405,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return
         with self._not_computing(), torch.no_grad():
             self._update.consolidate(self._reducer)
-            if self._buffers is not None:
-                self._buffers.average()
+            if self._part.buffers is not None:
+                self._part.buffers.average()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, from the servers where they keep it.
@@ -540,13 +417,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         state: dict[str, Any] = self.inner.state_dict()
         reducer = self._reducer
-        if isinstance(self._update, LocalStepUpdate):
-            return state | ({"outer": outer} if (outer := self._update.outer_state()) else {})
-        if reducer is not None and reducer.holds_state:
+        if reducer is None:
+            return state
+        if reducer.holds_state:
             state["state"] = self._tables.torch_state(reducer.read_state(), reducer.spec.tensors, self._params)
-        if reducer is not None and (residual := reducer.residual()):
-            state["filters"] = residual
-        return state
+        return state | self._update.state(reducer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, for the whole job where the servers keep it. Where each worker has its own, a state that one rank
@@ -557,17 +432,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         self.inner.load_state_dict(state_dict)
         reducer = self._reducer
-        if isinstance(self._update, LocalStepUpdate):
-            self._update.load_outer_state(state_dict.get("outer", []))
-            return
-        if self._given is not None:
-            self._given.give()
+        if self._part.given is not None:
+            self._part.given.give()
         elif reducer is not None and reducer.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
             reducer.load_state(self._tables.segments_of(state, reducer.spec.tensors, self._params))
         if reducer is not None:
-            reducer.load_residual(state_dict.get("filters", {}))
+            self._update.load_state(reducer, state_dict)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -592,65 +464,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "staleness": known.staleness,
             "bytes_sent": sent,
             "bytes_received": received,
-            "bytes_handed": sum(one.handed() for one in self._reducers),
+            "bytes_handed": sum(one.handed() for one in self._part.reducers),
             "nonfinite": self._wrapped.finite.seen,
             "spread": known.answer.spread,
-            "device_bytes": sum(one.device_bytes for one in self._reducers),
+            "device_bytes": sum(one.device_bytes for one in self._part.reducers),
             **self._update.stats(),
         }
-
-
-def _make_fragments(optimizer: DistributedOptimizer, model: torch.nn.Module | None, on_servers: bool) -> list[Fragment]:
-    """The parts in which the values are averaged, in modes that do; `model`: its buffers too."""
-    averaging, params, specs = optimizer._spec.averaging, optimizer._params, optimizer._specs
-    if averaging is None:
-        return []
-    companions = Companions(model, optimizer.inner if averaging.state == "mean" else None)
-    described = specs.describe(params, optimizer._names, optimizer._groups, range(len(params)))
-    averaged = AveragedModel(params, described, optimizer._hyper.now(), companions)
-    return FragmentBuilder(optimizer._session, averaging, specs, on_servers).fragments(averaged, optimizer._name)
-
-
-def _make_update(
-    wrapped: Wrapped,
-    reducer: Reducer | None,
-    spec: Spec,
-    apply: str,
-    hyper: HyperParameters,
-    fragments: Sequence[Fragment],
-    momentum: ChangeMomentum | None,
-) -> StepUpdate:
-    """Where the update is made, by the mode, `apply` and the reducer."""
-    if reducer is None:
-        return StepAlone(wrapped, RuleAlone(hyper, wrapped.optimizer) if spec.mode.rule else None)
-    if fragments:
-        return LocalStepUpdate(reducer.session, wrapped, fragments, spec, machine_for(spec, reducer))
-    if isinstance(reducer, NeighbourReducer) and spec.gossip is not None:
-        gossip = spec.gossip
-        machine = machine_for(spec, reducer)
-        if gossip.asynchronous:
-            return PairUpdate(wrapped, reducer, machine)
-        return GossipUpdate(wrapped, reducer, machine, gossip.overlap)
-    if isinstance(reducer, ServerReducer | PeerReducer) and spec.anytime is not None:
-        rounds = ServerRounds(reducer) if isinstance(reducer, ServerReducer) else PeerRounds(reducer, wrapped)
-        return DeadlineUpdate(machine_for(spec, reducer), rounds, wrapped, beside(reducer.name) == MAIN)
-    if reducer.mean is not None:
-        return StepOnMean(wrapped, reducer, machine_for(spec, reducer), reducer.mean)
-    if spec.local is not None:
-        return DownpourUpdate(wrapped, reducer, machine_for(spec, reducer), spec.local)
-    if apply == "delta":
-        return PushChange(wrapped, reducer, machine_for(spec, reducer), spec.capabilities.rounds, momentum)
-    return PushGradient(wrapped, reducer, machine_for(spec, reducer), spec.capabilities.rounds)
-
-
-def _take_over(optimizer: DistributedOptimizer, params: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Of several optimizers with the same parameter only the last made may step: servers hold values for each."""
-    owners, mine = optimizer._session.owners, weakref.ref(optimizer)
-    for param, name in zip(params, names, strict=True):
-        before = owners.get(id(param), mine)()
-        if before is not None and before is not optimizer:
-            before._displaced = before._displaced or name
-        owners[id(param)] = mine
 
 
 _observed_step = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)

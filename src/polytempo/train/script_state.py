@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.client.client_state import ClientState
 from polytempo.errors import UsageError
 from polytempo.protocol.messages import GIVEN, MEAN, NEWEST, OWN, ScriptState, StateRecalled
 from polytempo.protocol.values import SavedObject, beside
@@ -122,11 +121,7 @@ def registered_in(session: Session) -> Registered:
 
 
 class Registered:
-    """What the script of one worker has registered.
-
-    Args:
-        session: Its session.
-    """
+    """What the script of one worker has registered."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -163,10 +158,11 @@ class Registered:
             self._load(name, one, per_rank, averaged)
 
     def _load(self, name: str, one: Any, per_rank: bool, averaged: bool) -> None:
+        can = self._session.job.spec.capabilities
         own, shared = self._recall(OWN).get(name), self._recall(NEWEST).get(name)
         if averaged and (own is None or self._size != self._session.size):
             own = self._recall(MEAN).get(name)
-        if self._session.job.spec.capabilities.common and not per_rank:
+        if can.common and not per_rank:
             own = shared or own
         held = own if per_rank else own or shared
         if held is None:
@@ -174,23 +170,22 @@ class Registered:
                 self._say(f"the checkpoint has no state of {name}: it starts as the script has made it")
             return
         newest = max(saved.exchange for saved, _ in self._recall(NEWEST).values())
-        due = self._due(newest)
+        if can.common and can.work is PushedWork.BATCH:  # every worker makes one push a step
+            due = self._step - 1
+        else:  # without rounds each worker has made its own number
+            due = newest if can.rounds or can.averages else self._pushed
         if held[0].exchange < due and (due != newest or _size(held[1]) > LARGE or per_rank):
             self._say(
                 f"the state of {name} in the checkpoint is of step {held[0].exchange + 1}, and the parameters of step "
                 f"{due + 1}: the job was killed before its script had reported it, or it is large"
             )
         state = _unpacked(*held)
-        _load_state(one, state)
+        if isinstance(one, LRScheduler):
+            _load_schedule(one, state)
+        else:
+            one.load_state_dict(state)
         if isinstance(one, RngState):
             self._generators.append((one, state))
-
-    def _due(self, newest: int) -> int:
-        """The push after which the state in the checkpoint should be. Without rounds each worker has made its own number."""
-        can = self._session.job.spec.capabilities
-        if can.common and can.work is PushedWork.BATCH:  # every worker makes one push a step
-            return self._step - 1
-        return newest if can.rounds or can.averages else self._pushed
 
     def mean(self, name: str) -> Any:
         """Of an object that is not registered here, the mean of what the checkpoint has of all workers; None where it has
@@ -228,8 +223,11 @@ class Registered:
     def mark(self, whole: bool = False, drawn: bool = False) -> None:
         """Report the state as it is, if there was a push since the last report. `whole`: objects of any size; `drawn`: with
         the draw of the next batch."""
-        clock = self._clock()
-        if clock is None or not self._session.job.saves:
+        client = self._session.client
+        if client is None or not self._objects or not self._session.job.saves:
+            return
+        clock = next((state for state in client.exchanges.states.values() if beside(state.name) == MAIN), None)
+        if clock is None:
             return
         whole = whole or bool(clock.wanted)
         if clock.pushed == (self._whole if whole else self._marked) and not clock.wanted:
@@ -252,19 +250,8 @@ class Registered:
         )
         clock.wanted, self._marked = "", clock.pushed
         self._whole = clock.pushed if whole else self._whole
-        assert self._session.client is not None
         with self._session.lock:
-            self._session.client.report_state(report, [buffer for _, _, buffers in fresh.values() for buffer in buffers])
-
-    def flush(self) -> None:
-        """This worker leaves: its last state, unless it was reported when its last batch was."""
-        self.mark(whole=True)
-
-    def _clock(self) -> ClientState | None:
-        """The worker's first optimizer, as its client knows it."""
-        client = self._session.client
-        states = client.exchanges.states.values() if client is not None and self._objects else ()
-        return next((state for state in states if beside(state.name) == MAIN), None)
+            client.report_state(report, [buffer for _, _, buffers in fresh.values() for buffer in buffers])
 
     def _packed(self, name: str, one: Any, drawn: bool = False) -> Packed:
         return _packed(name, {**one.state_dict(), "drawn": drawn} if isinstance(one, RngState) else _state_of(one))
@@ -306,13 +293,15 @@ def _state_of(one: Any) -> Any:
     state = one.state_dict()
     if not isinstance(one, LRScheduler):
         return state
-    return {"schedule": state, "groups": [_moved(group) for group in one.optimizer.param_groups]}
+    numbers = (int, float, tuple, torch.Tensor)  # what schedules may set of a parameter group
+    groups = [
+        {name: value for name, value in group.items() if isinstance(value, numbers) and not isinstance(value, bool)}
+        for group in one.optimizer.param_groups
+    ]
+    return {"schedule": state, "groups": groups}
 
 
-def _load_state(one: Any, state: Any) -> None:
-    if not isinstance(one, LRScheduler):
-        one.load_state_dict(state)
-        return
+def _load_schedule(one: LRScheduler, state: Any) -> None:
     one.load_state_dict(state["schedule"])
     for group, saved in zip(one.optimizer.param_groups, state["groups"], strict=False):
         for name, value in saved.items():
@@ -320,12 +309,6 @@ def _load_state(one: Any, state: Any) -> None:
                 group[name].copy_(value)
             else:
                 group[name] = value
-
-
-def _moved(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a parameter group what schedules may set: its numbers."""
-    numbers = (int, float, tuple, torch.Tensor)
-    return {name: value for name, value in group.items() if isinstance(value, numbers) and not isinstance(value, bool)}
 
 
 def _culprit(state: Any, path: str) -> str:
@@ -354,11 +337,7 @@ def _size(buffers: list[Bytes]) -> int:
 
 
 class WorkerOptimizerState:
-    """State of a wrapped optimizer that runs on the worker, as in `local:8` and with `apply="delta"`: no server has it.
-
-    Args:
-        optimizer: The wrapped one.
-    """
+    """State of a wrapped optimizer that runs on the worker, as in `local:8` and with `apply="delta"`: no server has it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -374,13 +353,7 @@ class WorkerOptimizerState:
 
 class GivenState:
     """State that the script of one worker has loaded into its optimizer before the first step: the others start from it,
-    too, unless their scripts have loaded one themselves.
-
-    Args:
-        session: The worker's session.
-        name: The name of the optimizer in the job.
-        state: Its state.
-    """
+    too, unless their scripts have loaded one themselves."""
 
     def __init__(self, session: Session, name: str, state: WorkerOptimizerState) -> None:
         self._session, self._name, self._state = session, f"optimizer {name}", state

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from polytempo.client.client_state import ClientState
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, name_in_group
 from polytempo.reducer.reducer import SequencerClient
 from polytempo.session.session import Session
+from polytempo.train.driver import StepRequest, StepUpdate
 
 
 class StepClock:
@@ -75,3 +77,24 @@ class StepClock:
 def clock_in_group(session: Session, number: str, members: Sequence[int], main: bool) -> StepClock:
     """The clock of these workers under this number of an optimizer; `main`: of several side by side the one that counts."""
     return StepClock(session, name_in_group(number, members, main), members)
+
+
+class CountedSteps(StepUpdate):
+    """Steps of a group of one, made by another update and reported to the sequencer."""
+
+    def __init__(self, update: StepUpdate, session: Session, clock: StepClock) -> None:
+        self._update, self._session, self._clock = update, session, clock
+
+    @property
+    def steps(self) -> int:
+        return self._clock.steps
+
+    def step(self, request: StepRequest) -> Any:
+        computed = self._session.computed(time.perf_counter())
+        result = self._update.step(request)
+        request.measures.computed = computed
+        self._clock.report(request.measures, request.skip)
+        return result
+
+    def stats(self) -> dict[str, Any]:
+        return {"waited_s": self._clock.waited}

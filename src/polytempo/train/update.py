@@ -28,7 +28,8 @@ from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.optimizer_spec import RuleAlone
 from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer
-from polytempo.sync.machine import COMPUTED, PushStep, WorkerMachine
+from polytempo.sync import machine as machines
+from polytempo.sync.machine import PushStep, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, StepUpdate
 from polytempo.train.model_tables import ModelTables
 
@@ -54,13 +55,18 @@ class PushEachStep(MachineUpdate):
     """What is common to the ways in which each step is a push. Its answer, or room for another one, is waited for with it:
     a server that this worker has to itself comes over to its core meanwhile."""
 
+    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool = True) -> None:
+        super().__init__(machine, reducer)
+        self._wrapped, self._barrier = wrapped, barrier
+        self.start()
+
     def performs(self) -> LivePerforms:
         return {PushStep: lambda order: self._push(self._request)}
 
     def step(self, request: StepRequest) -> Any:
         self._reducer.take_answer()
         self._request, self._result = request, None
-        self._tell(COMPUTED)
+        self._tell(machines.COMPUTED)
         self._hear()
         return self._result
 
@@ -71,11 +77,6 @@ class PushEachStep(MachineUpdate):
 
 class PushGradient(PushEachStep):
     """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
-
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool) -> None:
-        super().__init__(machine, reducer)
-        self._wrapped, self._barrier = wrapped, barrier
-        self.start()
 
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
@@ -94,16 +95,10 @@ class PushChange(PushEachStep):
     same on all workers, since all run on the agreed mean. `momentum` makes of a change what is pushed."""
 
     def __init__(
-        self,
-        wrapped: Wrapped,
-        reducer: Reducer,
-        machine: WorkerMachine,
-        barrier: bool,
-        momentum: ChangeMomentum | None = None,
+        self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool, momentum: ChangeMomentum | None
     ) -> None:
-        super().__init__(machine, reducer)
-        self._wrapped, self._barrier, self._momentum = wrapped, barrier, momentum
-        self.start()
+        super().__init__(wrapped, reducer, machine, barrier)
+        self._momentum = momentum
 
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer, measures = self._wrapped, self._reducer, request.measures
@@ -113,14 +108,14 @@ class PushChange(PushEachStep):
         buffer: FlatBuffer | None = None
         if not skip:
             wrapped.clip()
-            buffer, self._result = self._new_values() if self._barrier else self._change(request.closure)
+            if self._barrier:
+                wrapped.optimizer.step()
+                reducer.copier.watch.record()
+                buffer, _ = reducer.buffer_of(lambda param: param.detach())
+            else:
+                buffer, self._result = self._change(request.closure)
             measures.nonfinite = wrapped.finite.check(buffer, reducer.step)
         reducer.push(buffer, wrapped.hyper(), measures)
-
-    def _new_values(self) -> tuple[FlatBuffer, None]:
-        self._wrapped.optimizer.step()
-        self._reducer.copier.watch.record()
-        return self._reducer.buffer_of(lambda param: param.detach())[0], None
 
     def _change(self, closure: Callable[[], Any] | None) -> tuple[FlatBuffer, Any]:
         """What the optimizer changes, and what the closure returned."""
@@ -154,9 +149,8 @@ class StepOnMean(PushEachStep):
     """Every worker runs the wrapped optimizer on the mean gradient."""
 
     def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, mean: GradientMean) -> None:
-        super().__init__(machine, reducer)
-        self._wrapped, self._mean = wrapped, mean
-        self.start()
+        super().__init__(wrapped, reducer, machine)
+        self._mean = mean
 
     def step(self, request: StepRequest) -> None:
         super().step(request)

@@ -1,4 +1,13 @@
-"""The arguments of a `DistributedOptimizer`, checked."""
+"""The arguments of a `DistributedOptimizer`, checked, and the plan that follows from them.
+
+    arguments   what the script has given
+    plan        what they mean in the job's mode: a value. Nothing has been made or sent for it, so that arguments can be
+                tried in another mode, too
+
+The ranks that take the steps together are all of the job, or a group. A group of one makes plain steps. Each step is still
+reported to the sequencer, for the budget (`step_clock.py`). In a replica of several ranks only the main group does so: its
+answers say when to stop, and the replica's ranks tell each other.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,8 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -14,22 +24,50 @@ from polytempo.compression.chain import PushPullCompression
 from polytempo.errors import UsageError, nearest
 from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import known_name
-from polytempo.reducer.optimizer_spec import SpecBuilder
+from polytempo.protocol.values import name_in_group
+from polytempo.records.lines import MAIN
+from polytempo.reducer.optimizer_spec import HyperParameters, SpecBuilder
 from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features, conflict
-from polytempo.sync.momentum import RULES, MomentumForm, check_kept, check_spike, form_of, has_momentum
-from polytempo.sync.spec import Spec, refused_of
+from polytempo.sync.momentum import MomentumForm, check_kept, check_spike, form_of, has_momentum, is_known
+from polytempo.sync.spec import Spec, parse_spec, refused_of
 from polytempo.train.communication import Group
-from polytempo.train.optimizer_group import OptimizerGroup, optimizer_group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
 
 #: Options with which torch's step refuses a model's parameters on the CPU, and does not refuse what servers hold.
 ON_SERVERS = ("capturable", "differentiable")
 
 
-class SettledMode(NamedTuple):
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """The members, where they are not all ranks of the job."""
+
+    members: tuple[int, ...] = ()  #: ascending; empty: all
+    main: bool = True
+    in_replica: bool = False  #: its rank is one of several that train a replica of the model, and stop together
+
+    @property
+    def is_alone(self) -> bool:
+        """Is it a group of one?"""
+        return len(self.members) == 1
+
+    def reports(self, name: str) -> bool:
+        """Does a group of one report its steps? One beside the main one, in a replica, is told by that one to stop."""
+        return self.is_alone and (name == MAIN or not self.in_replica)
+
+    def enter(self, session: Session) -> str:
+        """Take part with the next optimizer; its name in the job."""
+        if self.in_replica and session.client is not None:
+            session.client.exchanges.heeds = MAIN  # all ranks of a replica stop by the answers of one clock
+        number = session.next_optimizer_id()
+        return name_in_group(number, self.members, self.main) if self.members else number
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
     """What a mode means for an optimizer with its arguments."""
 
+    arguments: OptimizerArguments
     spec: Spec  #: with its defaults for this optimizer written out
     ranks: OptimizerGroup
     together: bool  #: with other ranks
@@ -38,6 +76,21 @@ class SettledMode(NamedTuple):
     momentum: MomentumForm  #: in which form a worker pushes momentum of its own
     mirrored: list[SparseEmbeddingTable]  #: sparse embeddings that are tables on the servers
     specs: SpecBuilder
+
+    @property
+    def apply(self) -> str:
+        """Where the update is made; a worker that pushes changes of values makes it itself."""
+        return "delta" if self.momentum is MomentumForm.CHANGE else self.arguments.apply
+
+    @property
+    def leads(self) -> bool:
+        """Is this the first of the ranks that take the steps together?"""
+        return self.arguments.session.rank == min(self.ranks.members, default=0)
+
+    @cached_property
+    def hyper(self) -> HyperParameters:
+        """Reads the hyper-parameters, as the job must know them."""
+        return HyperParameters(self.spec, self.arguments.optimizer, bare=self.momentum is MomentumForm.GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -58,7 +111,7 @@ class OptimizerArguments:
     clip_norm: float | None
     server_tables: bool  #: has the model a `ServerEmbedding`?
 
-    def settled(self, spec: Spec) -> SettledMode:
+    def settled(self, spec: Spec) -> OptimizerPlan:
         """Check the arguments in this mode.
 
         Raises: UsageError, one line with the fix, for what does not go together."""
@@ -77,7 +130,11 @@ class OptimizerArguments:
             workers = len(ranks.members) or self.session.size  # those that come later are among them
             spec, momentum, fallback = self._with_momentum(spec, workers, has_tables)
             here = here or momentum is MomentumForm.CHANGE
-        check_combination(self.optimizer, self.model, self.buffers, self.clip_norm, spec, here, has_tables)
+        if self.buffers == "mean" and self.model is None:
+            raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
+        check_features(spec, {Feature.LBFGS: here and type(self.optimizer) is torch.optim.LBFGS, Feature.ROWS: has_tables})
+        if self.clip_norm is not None and has_tables:
+            raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
         apply = "delta" if momentum is MomentumForm.CHANGE else self.apply
         specs = SpecBuilder(spec, apply, self.optimizer, self.compression, self.clip_norm, ranks.members, fallback)
         if together:
@@ -86,7 +143,7 @@ class OptimizerArguments:
         specs.check(here, together, among_workers)
         if together:
             check_unique(self.params, self.names, on_servers=not among_workers)
-        return SettledMode(spec, ranks, together, among_workers, here, momentum, mirrored, specs)
+        return OptimizerPlan(self, spec, ranks, together, among_workers, here, momentum, mirrored, specs)
 
     def _with_momentum(self, given: Spec, workers: int, has_tables: bool) -> tuple[Spec, MomentumForm, str]:
         """The spec with its defaults written out, the form of the momentum that each worker keeps, and, where servers keep
@@ -109,7 +166,7 @@ class OptimizerArguments:
     def _why_on_servers(self, name: str, form: MomentumForm, has_tables: bool) -> str:
         """Why momentum has to stay on the servers; empty where it need not."""
         kind = type(self.optimizer).__name__
-        if name not in RULES:
+        if not is_known(name):
             return f"the look-ahead of {kind} is not known"
         if form is MomentumForm.GRADIENT:
             return ""
@@ -124,6 +181,40 @@ class OptimizerArguments:
         """Of the modes that advice compares, those that these arguments refuse."""
         by_split = self.group.refused if isinstance(self.group, ReplicaRanks) else ()
         return refused_of(self.settled, by_split)
+
+
+def in_scope(
+    sync: str | None, via: str | None, group: Group | ReplicaRanks | None, session: Session
+) -> tuple[Spec, str | None]:
+    """Mode and way of an optimizer: its own, else those of the strategy where it is made inside `with strategy.scope():`,
+    else the job's."""
+    scope = session.scope if group is None else None
+    if group is None and (scope.is_split if scope is not None else session.job.replica > 1):
+        raise UsageError(
+            f"DistributedOptimizer keeps a whole model on each worker, and the strategy "
+            f"{scope.text if scope is not None else session.job.strategy} splits it; use "
+            "strategy.distribute(model, loss=..., optimizer=...)"
+        )
+    if scope is not None:
+        sync, via = sync or scope.sync, via or scope.via
+    return parse_spec(sync) if sync else session.job.spec, via
+
+
+def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: Spec) -> OptimizerGroup:
+    """The members of an optimizer of this mode; `UsageError` where this rank is not one of them, or the mode needs all."""
+    if group is None or group.ranks == tuple(range(session.size)):
+        return OptimizerGroup()
+    ranks = ", ".join(map(str, group.ranks))
+    if session.rank not in group.ranks:
+        raise UsageError(
+            f"rank {session.rank} is not in the group of ranks {ranks}; give DistributedOptimizer the group that it is in"
+        )
+    if group.ranks[-1] >= session.size:
+        raise UsageError(f"expected a group of ranks 0 to {session.size - 1}, got ranks {ranks}")
+    check_features(spec, Feature.GROUP, size=session.size, ranks=ranks)
+    if isinstance(group, ReplicaRanks):
+        return OptimizerGroup(group.ranks, group.main, in_replica=True)
+    return OptimizerGroup(group.ranks, main=0 in group.ranks)
 
 
 def names_of(
@@ -176,23 +267,6 @@ def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | 
             raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"expected clip_norm above 0, got {clip_norm}")
-
-
-def check_combination(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module | None,
-    buffers: str,
-    clip_norm: float | None,
-    spec: Spec,
-    here: bool,
-    has_tables: bool,
-) -> None:
-    """Refuse arguments that do not go together; `here`: the wrapped optimizer runs on the worker."""
-    if buffers == "mean" and model is None:
-        raise UsageError("buffers='mean' needs the model: DistributedOptimizer(optimizer, model, buffers='mean')")
-    check_features(spec, {Feature.LBFGS: here and type(optimizer) is torch.optim.LBFGS, Feature.ROWS: has_tables})
-    if clip_norm is not None and has_tables:
-        raise UsageError("clip_norm sees dense gradients only, and this model has tables; leave it out")
 
 
 def weight_of(samples: Any, zero: bool = True) -> float:
