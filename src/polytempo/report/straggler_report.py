@@ -37,11 +37,11 @@ from polytempo.report.table import TextTable
 from polytempo.simulate.cluster import Cluster, Link, Trace
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.capabilities import Caution, PushedWork
-from polytempo.sync.spec import Spec, compared, parse_spec
+from polytempo.sync.spec import Spec, compared_specs
 from polytempo.units import plain_number
 
 #: The modes that advice compares; and of these, the ones that a trace of times alone can predict: no bytes are known.
-COMPARED = {mode: parse_spec(mode) for mode in compared()}
+COMPARED = compared_specs()
 MODES = [
     spec for mode, spec in COMPARED.items() if not spec.capabilities.averages and mode not in ("bsp+backup:1", "dssp:3..15")
 ]

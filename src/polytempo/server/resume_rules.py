@@ -61,10 +61,7 @@ class Holding:
     @property
     def outer(self) -> str:
         """The kind of the outer momentum that servers keep; empty without one."""
-        averaging = self.spec.averaging
-        if averaging is None or self.apply != "server" or not averaging.outer_momentum:
-            return ""
-        return "block momentum" if averaging.in_lr else "outer momentum"
+        return self.spec.outer_momentum if self.apply == "server" else ""
 
     @property
     def parameters(self) -> tuple[TensorInfo, ...]:

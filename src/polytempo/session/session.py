@@ -161,6 +161,10 @@ class Session:
         """Seconds of computing since the last exchange."""
         return now - self._returned - self._excluded
 
+    def spec_of(self, sync: str | None) -> Spec:
+        """The mode that a script asks for: the job's where it names none."""
+        return parse_spec(sync) if sync else self.job.spec
+
     @property
     def emulation(self) -> Emulation:
         """The emulated slow-down of this worker, a new object for each optimizer."""

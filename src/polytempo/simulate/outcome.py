@@ -17,6 +17,11 @@ from polytempo.sync.spec import Spec, parse_spec
 from polytempo.version import VERSION
 
 
+def spec_of(sync: str | Spec) -> Spec:
+    """A mode, parsed."""
+    return parse_spec(sync) if isinstance(sync, str) else sync
+
+
 @dataclass(frozen=True)
 class Budget:
     """A run ends with the first of these to be used up. `steps` and `samples` are summed over all workers."""
@@ -98,7 +103,7 @@ class Outcome:
     @cached_property
     def spec(self) -> Spec:
         """The mode, parsed."""
-        return parse_spec(self.sync)
+        return spec_of(self.sync)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

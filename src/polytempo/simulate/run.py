@@ -27,7 +27,7 @@ from polytempo.records.lines import RecordLine, action_line, apply_line, event_l
 from polytempo.simulate.cluster import Cluster, stretched
 from polytempo.simulate.freight import KINDS, FragmentClock, Freight, Performs
 from polytempo.simulate.links import ALGORITHMS, Route, best_all_reduce, make_route
-from polytempo.simulate.outcome import Budget, Outcome, WorkerOutcome
+from polytempo.simulate.outcome import Budget, Outcome, WorkerOutcome, spec_of
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.summation import in_order
 from polytempo.sync import actions as policy_actions
@@ -37,7 +37,7 @@ from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.machine import Orders, WorkerEvent
 from polytempo.sync.policy import Policy
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec
 
 if TYPE_CHECKING:
     from polytempo.simulate.virtual_model import VirtualModel
@@ -527,7 +527,7 @@ def simulate_job(
         simulate_job(Cluster(workers=8, slow={7: 3.0}), "ssp:3", steps=1000).efficiency
         ```
     """
-    spec = parse_spec(sync) if isinstance(sync, str) else sync
+    spec = spec_of(sync)
     way = resolve_via(spec, via, cluster)
     part = replace(cluster, model_bytes=cluster.model_bytes / spec.fragments)  # a message holds a fragment
     engine = Engine(

@@ -158,7 +158,8 @@ class VirtualModel:
         self.versions = WeightHistory(list(self._parameters))
         self.replicas: dict[int, Any] = {}  #: the `Replica` of each worker
         self.gradients = SampleGradients(model, train, loss, self.spread)
-        self._shards, self._brings = shards, spec.machine(0).brings
+        machine: Any = spec.machine(0)
+        self._shards, self._brings = shards, machine.brings
         self._reads = self._brings in ("gradient", "share", "batches")  # do workers compute on versions of the master?
         optimizer = self._optimizer = master_optimizer(spec, make_optimizer(self._parameters))
         self._corrections, self._staleness = spec.corrections, MeanStaleness()
@@ -173,11 +174,11 @@ class VirtualModel:
         self._adds = form is MomentumForm.CHANGE  # what workers push is added as it is
         self._means: ValueUpdates | None = None
         self._make: Callable[..., Replica] = partial(Replica, make_optimizer=make_optimizer)
-        if averaging := spec.averaging:
-            self._means = ValueUpdates(self._parameters, optimizer, averaging)
-            self._make = partial(BlockReplica, self._means.fragments, averaging, make_optimizer=make_optimizer)
+        if self._brings == "values":
+            self._means = ValueUpdates(self._parameters, optimizer, machine.averaging)
+            self._make = partial(BlockReplica, self._means.fragments, machine.averaging, make_optimizer=make_optimizer)
         elif self._brings == "sum":
-            steps = partial(plain_steps, master=optimizer, rate=spec.options.get("alpha"), like=self._parameters)
+            steps = partial(plain_steps, master=optimizer, rate=machine.local.alpha, like=self._parameters)
             self._make = partial(SteppedReplica, make_optimizer=steps)
         self._finished: dict[int, Replica] = {}  # of workers that have made all their steps
         self._sent: dict[int, dict[int, tuple[Weights, float]]] = {}  # step: worker: its values and weight

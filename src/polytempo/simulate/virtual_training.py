@@ -16,11 +16,11 @@ from polytempo.errors import UsageError, WrongType
 from polytempo.optim.worker_momentum import known_name
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.outcome import Outcome
+from polytempo.simulate.outcome import Outcome, spec_of
 from polytempo.simulate.replicas import LossFn, OptimizerFactory, Shards, trainable
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_model import VirtualModel
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec
 from polytempo.tasks import TensorPair
 
 MetricFn = Callable[[torch.Tensor, torch.Tensor], float]
@@ -147,7 +147,7 @@ def as_tensors(data: Any, name: str) -> TensorPair:
 def settled_spec(sync: str, model: nn.Module, optimizer: OptimizerFactory, workers: int) -> Spec:
     """A mode with what it leaves to the optimizer written out, as a live job of this number of workers has it."""
     made = optimizer(trainable(model))
-    return parse_spec(sync).settled(known_name(made), made.param_groups, workers=workers)
+    return spec_of(sync).settled(known_name(made), made.param_groups, workers=workers)
 
 
 def model_bytes(model: nn.Module) -> float:

@@ -255,6 +255,14 @@ class Spec:
         return averaging.period if averaging is not None else local.push if local is not None else 1
 
     @property
+    def outer_momentum(self) -> str:
+        """The kind of momentum with which an average of models is followed; empty without one."""
+        averaging = self.averaging
+        if averaging is None or not averaging.outer_momentum:
+            return ""
+        return "block momentum" if averaging.in_lr else "outer momentum"
+
+    @property
     def fragments(self) -> int:
         """The parts in which a model is averaged, one after another; else 1."""
         return self.averaging.fragments if self.averaging is not None else 1
@@ -296,6 +304,11 @@ class Spec:
 def compared() -> tuple[str, ...]:
     """The modes that advice compares, those first that change least about how a model learns."""
     return _COMPARED
+
+
+def compared_specs() -> dict[str, Spec]:
+    """The same, parsed."""
+    return {mode: parse_spec(mode) for mode in _COMPARED}
 
 
 def refused_of(check: Callable[[Spec], object], known: Collection[str] = ()) -> tuple[str, ...]:

@@ -20,12 +20,13 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from polytempo.simulate.cluster import Cluster, Trace
+from polytempo.simulate.outcome import spec_of
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Action, Release
 from polytempo.sync.events import Joined, Measured, Pushed
 from polytempo.sync.machine import Abandon, Computed, Orders, SendPush, TimeUp
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec
 from polytempo.traces.causes import Factors
 from polytempo.traces.job import (
     BatchSeconds,
@@ -65,7 +66,7 @@ class ModePrediction:
 
 def predict(job: JobTrace, factors: Factors, sync: str, seed: int = 0) -> list[ModePrediction]:
     """A mode on this job; where its shares follow speed, also with shares cut by cost, where costs are known."""
-    spec = parse_spec(sync)
+    spec = spec_of(sync)
     if spec.capabilities.averages or not spec.capabilities.reduces:
         return [_in_virtual_time(job, spec, seed)]
     if spec.machine(0).brings != "share":

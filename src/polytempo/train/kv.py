@@ -35,7 +35,6 @@ from polytempo.protocol.values import OptimizerSpec, PushId, TableInfo
 from polytempo.server.optimizer_state import dtype_name
 from polytempo.session.session import current
 from polytempo.sync.compatibility import Feature, check_features
-from polytempo.sync.spec import parse_spec
 from polytempo.tables.row_batches import RowPush, ascending, checked_ids, coalesce
 from polytempo.tables.row_optimizers import checked_hyper, rule
 from polytempo.tables.table_shard import TableShard
@@ -284,7 +283,7 @@ class KV:
 
     def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None) -> None:
         self._session = current()
-        spec = parse_spec(sync) if sync else self._session.job.spec
+        spec = self._session.spec_of(sync)
         if not arrays:
             raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")
         check_features(spec, Feature.KV)

@@ -30,7 +30,7 @@ from polytempo.reducer.optimizer_spec import HyperParameters, SpecBuilder
 from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features, conflict
 from polytempo.sync.momentum import MomentumForm, check_kept, check_spike, form_of, has_momentum, is_known
-from polytempo.sync.spec import Spec, parse_spec, refused_of
+from polytempo.sync.spec import Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
 
@@ -197,7 +197,7 @@ def in_scope(
         )
     if scope is not None:
         sync, via = sync or scope.sync, via or scope.via
-    return parse_spec(sync) if sync else session.job.spec, via
+    return session.spec_of(sync), via
 
 
 def optimizer_group(group: Group | ReplicaRanks | None, session: Session, spec: Spec) -> OptimizerGroup:
