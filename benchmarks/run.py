@@ -22,6 +22,7 @@ idle       CPU time of an idle server
 events     a simulated step, beside SimPy
 scale      10,000 simulated workers
 training   training in virtual time, beside a plain loop
+machines   what a worker's machine and its driver add to a live step
 strategies bytes, memory and seconds of a strategy: predicted against counted
 """
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from measure import Work, in_a_fresh_process, interleaved, save
 from peers import STEP, bare_heap, plain_training, simpy_ssp
@@ -85,5 +87,54 @@ def training(quick: bool) -> None:
     save(OUT, "training", [TextTable("Training on digits", ("microseconds a gradient", "", "over the limit"), rows)], costs)
 
 
+def machines(quick: bool) -> None:
+    """What a worker's machine and its driver add to a live step, of whose orders nothing comes."""
+    from polytempo.protocol.push import no_steps
+    from polytempo.sync.machine import PushStep
+    from polytempo.sync.spec import parse_spec
+    from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest
+
+    class Released:
+        """A reducer whose answers are there at once."""
+
+        step = released = 0
+        directive = None
+        session = SimpleNamespace(rank=0)
+
+        def finish(self) -> None:
+            """Nothing to wait for."""
+
+    class Nothing(MachineUpdate):
+        def performs(self) -> LivePerforms:
+            return {PushStep: self._push}
+
+        def _push(self, order: PushStep) -> None:
+            self._reducer.step += 1
+            self._reducer.released += 1
+
+    def stepped(sync: str, steps: int) -> int:
+        update: Any = Nothing(parse_spec(sync).machine(0), Released())  # type: ignore[arg-type]
+        update.start()
+        request = StepRequest(no_steps(), skip=False, agreed=False)
+        for _ in range(steps):
+            update.step(request)
+        return steps
+
+    works: dict[str, Work] = {sync: partial(stepped, sync, 20_000 if quick else 200_000) for sync in ("bsp", "ssp:3", "asp")}
+    costs = interleaved(works, 3 if quick else 7)
+    rows = tuple((sync, f"{cost.median:.2f} ±{100 * cost.spread:.0f} %", "5") for sync, cost in costs.items())
+    save(
+        OUT,
+        "machines",
+        [TextTable("A machine and its driver in a live step", ("microseconds", "a step", "bar"), rows)],
+        costs,
+    )
+
+
 #: Each makes its own table; the argument is --quick.
-SIMULATED: dict[str, Callable[[bool], None]] = {"events": events, "scale": scale, "training": training}
+SIMULATED: dict[str, Callable[[bool], None]] = {
+    "events": events,
+    "scale": scale,
+    "training": training,
+    "machines": machines,
+}
