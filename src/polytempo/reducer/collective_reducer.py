@@ -455,7 +455,8 @@ class CollectiveReducer(Reducer):
         return self.mean.skipped
 
     def join(self) -> bool:
-        if self._clock is not None:  # the sequencer waits for this rank, too
+        # The sequencer waits for this rank, too, unless the rank leaves the job: it has said so by then, and has no client.
+        if self._clock is not None and self.session.client is not None:
             self._clock.wait_for(self.step)
             self._clock.push(StepReport(), no_steps(), self.traffic())
             self._clock.step += 1
