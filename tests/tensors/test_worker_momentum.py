@@ -17,12 +17,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.optim.worker_momentum import DIRECTION, PIECE, ChangeMomentum, GradientMomentum
+from polytempo.optim import worker_momentum
+from polytempo.optim.worker_momentum import DIRECTION, ChangeMomentum, GradientMomentum
 from polytempo.sync.momentum import RULES
 
 STEPS = 6
+#: Tensors are worked on in pieces of so many elements here: what is beyond one need not be large.
+PIECE = 1 << 16
 #: Two ways to the same numbers: parameter by parameter, or all of a group together.
 TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_momentum, "PIECE", PIECE)
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

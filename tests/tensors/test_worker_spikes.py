@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_worker_momentum import copies, numbers, parameters
+from test_worker_momentum import copies, numbers, parameters, small_pieces
 
 from polytempo.errors import UsageError
 from polytempo.optim.worker_momentum import SAMPLED, USUAL, GradientMomentum
@@ -16,6 +16,7 @@ from polytempo.simulate.cluster import Cluster
 from polytempo.simulate.virtual_training import settled_spec, train_virtually
 from polytempo.tasks import digits
 
+__all__ = ["small_pieces"]  # a fixture of each test here, too
 GROUPS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 #: How long the gradients of each step are: with spikes, none at all, one that is not a number, a rise that lasts.
 SIZES = [0.0, 1.0, 1.2, 40.0, 1.0, 0.0, math.nan, 1.0, 1e-3, 1.0, math.inf, 3.0, *[9.0] * 6, 0.5, 1e4]

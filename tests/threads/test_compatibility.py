@@ -92,7 +92,7 @@ def other_launcher(sync: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def arrays(sync: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv, "current", lambda: SimpleNamespace(client=None, check_part=stop))
+    patch.setattr(kv, "current", lambda: SimpleNamespace(client=None, check_part=stop, spec_of=parse_spec))
     kv.KV({"w": kv.Array(4)}, sync=sync)
 
 
