@@ -62,7 +62,7 @@ def job_of(sync: str, workers: int = 2, steps: int = 3, losses: int = 0, joins: 
     """A job of a few pushes for each worker; of pushes with several local steps the last is short."""
     spec = parse_spec(sync)
     last = steps * spec.period - (spec.period > 1)
-    in_flight = 2 if spec.local or sync == "delay:1" else 1
+    in_flight = 2 if spec.capabilities.fetches or sync == "delay:1" else 1
     timed = spec.capabilities.by_speed or spec.mode.name in ("dssp", "dssp-paper", "adacomm") or "wait=" in sync
     deadline = 2.0 if timed or sync == "diloco:2,quorum=2" else 0.0
     return Job(spec, workers, last, in_flight, deadline, odd, losses, joins, prompt=bool(joins) and sync in TOO_MANY)

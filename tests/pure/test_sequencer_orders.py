@@ -121,7 +121,7 @@ class Game(Bench):
         places.setdefault(reply.place, set()).add(shard)
         if len(places[reply.place]) == self.shards:
             del self.outstanding[worker][reply.exchange]
-            self.next_step[worker] = self.next_step[worker] if parse_spec(self.sync).ahead else reply.step
+            self.next_step[worker] = self.next_step[worker] if parse_spec(self.sync).capabilities.ahead else reply.step
             self.may[worker] = max(self.may[worker], reply.step)
             self.values[worker] = reply.version
 
@@ -143,7 +143,7 @@ class Game(Bench):
 
     def _has_room(self, worker: int) -> bool:
         """Under delay so many may be under way, counted from the first that was not answered."""
-        waiting, ahead = self.outstanding[worker], parse_spec(self.sync).ahead
+        waiting, ahead = self.outstanding[worker], parse_spec(self.sync).capabilities.ahead
         return not ahead or not waiting or self.next_step[worker] <= min(waiting) + ahead
 
     def _begin(self, worker: int) -> None:

@@ -87,13 +87,19 @@ def test_downpour(text: str, push: int, warm: int, local: LocalSteps) -> None:
     policy = spec.policy(WORKERS)
     assert isinstance(policy, DownpourPolicy)
     assert (policy.push, policy.warm, policy.scale) == (push, warm, None)
-    assert spec.local == local
+    assert spec.machine(0).local == local
     assert spec.text == text
 
 
 def test_how_many_pushes_may_be_under_way() -> None:
-    assert [parse_spec(text).ahead for text in ("asp", "delay:3", "delay:0", "downpour", "bsp")] == [0, 3, 0, 1, 0]
-    assert parse_spec("delay:3").local is None
+    assert [parse_spec(text).capabilities.ahead for text in ("asp", "delay:3", "delay:0", "downpour", "bsp")] == [
+        0,
+        3,
+        0,
+        1,
+        0,
+    ]
+    assert [parse_spec(text).capabilities.fetches for text in ("delay:3", "downpour", "local:4")] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -229,18 +235,16 @@ def test_the_contract_is_covered() -> None:
 
 
 def test_what_workers_must_know_of_uneven_modes() -> None:
-    assert (parse_spec("bsp+balance,micro=4").micro, parse_spec("bsp+balance").micro, parse_spec("bsp").micro) == (4, 0, 0)
-    assert (parse_spec("anytime:auto").micro, parse_spec("anytime:0.5,micro=3").micro) == (8, 3)
+    texts = ("bsp+balance,micro=4", "bsp+balance", "bsp", "anytime:auto", "anytime:0.5,micro=3")
+    assert [parse_spec(text).capabilities.micro for text in texts] == [4, 0, 0, 8, 3]
     assert [parse_spec(text).capabilities.by_speed for text in ("bsp", "bsp+backup:1", "bsp+balance", "anytime:1")] == [
         0,
         0,
         1,
         1,
     ]
-    late = parse_spec("anytime:auto,late=keep").anytime
-    assert late is not None
-    assert late.late == "keep"
-    assert parse_spec("bsp+balance").anytime is None
+    late = ("anytime:auto,late=keep", "anytime:auto", "bsp+balance")
+    assert [parse_spec(text).capabilities.keeps_late for text in late] == [True, False, False]
 
 
 def assert_names_all(said: str) -> None:

@@ -165,7 +165,7 @@ class Timed:
     """Workers that take micro-batches until the deadline, each by its own seconds; a stuck one finishes none."""
 
     def __init__(self, workers: int, sync: str = "anytime:auto", size: float = 8.0) -> None:
-        self.policy, self.micro, self.size = parse_spec(sync).policy(workers), parse_spec(sync).micro, size
+        self.policy, self.micro, self.size = parse_spec(sync).policy(workers), parse_spec(sync).capabilities.micro, size
         self.members, self.now, self.round, self.deadline = list(range(workers)), 0.0, 0, 0.0
         self.divisors: list[float] = []
         self.deadlines: list[float] = []

@@ -85,14 +85,14 @@ Made = tuple[nn.Module, torch.optim.Optimizer, Any, Iterator[int]]
 
 def by_prepare(model: nn.Module, optimizer: torch.optim.Optimizer) -> Made:
     model, wrapped, loader = pt.prepare(model, optimizer, DataLoader(DATA, batch_size=BATCH, shuffle=True))
-    micro = wrapped.spec.micro or 1
+    micro = wrapped.spec.capabilities.micro or 1
     assert len(loader) == SAMPLES // max(BATCH // micro, 1) // WORKERS, "of a whole epoch, resumed or not"
     return model, wrapped, loader, loader.epochs(EPOCHS)
 
 
 def by_sampler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Made:
     wrapped = pt.DistributedOptimizer(optimizer, model)
-    batch = BATCH // (wrapped.spec.micro or 1) or 1
+    batch = BATCH // (wrapped.spec.capabilities.micro or 1) or 1
     sampler = pt.DistributedSampler(DATA, batch_size=batch)
     return model, wrapped, DataLoader(DATA, batch_size=batch, sampler=sampler), sampler.epochs(EPOCHS)
 

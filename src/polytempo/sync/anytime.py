@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
 from polytempo.summation import in_order
@@ -88,14 +87,6 @@ LONGEST = 100
 
 #: Micro-batches over which a worker's own pace is taken.
 LAST = 5
-
-
-@dataclass(frozen=True)
-class AnytimeSpec:
-    """What a worker must know of the mode."""
-
-    micro: int = MICRO  #: micro-batches of a round without a deadline; of others on average
-    late: str = "drop"  #: what becomes of the micro-batch that is unfinished at the deadline: "drop" or "keep"
 
 
 class DeadlineRule(RoundRule):

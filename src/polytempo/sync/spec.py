@@ -15,7 +15,7 @@ from polytempo.errors import SpecError, UsageError
 from polytempo.options import ArgumentReader, Syntax, parse
 from polytempo.sync.adacomm import ADACOMM
 from polytempo.sync.adpsgd import ADPSGD
-from polytempo.sync.anytime import ANYTIME, AnytimeSpec
+from polytempo.sync.anytime import ANYTIME
 from polytempo.sync.asup import ASUP, DEFAULTS, Momentum
 from polytempo.sync.asynchronous import ASP
 from polytempo.sync.balance import BALANCE
@@ -25,7 +25,7 @@ from polytempo.sync.capabilities import Capabilities, Caution
 from polytempo.sync.corrections import NOTHING, OPTIONS, Corrections, corrections_from
 from polytempo.sync.delay import DELAY
 from polytempo.sync.diloco import DILOCO
-from polytempo.sync.downpour import DOWNPOUR, LocalSteps
+from polytempo.sync.downpour import DOWNPOUR
 from polytempo.sync.dssp import DSSP
 from polytempo.sync.dssp_paper import DSSP_PAPER
 from polytempo.sync.every import EVERY
@@ -172,7 +172,11 @@ class Spec:
         It stands for those of the other workers, too, which have as many under way. 0: the worker computes on the values
         as it has read them.
         """
-        return workers * rate_of(self.options.get("scale"), workers) if self.ahead and self.worker_momentum else 0.0
+        return (
+            workers * rate_of(self.options.get("scale"), workers)
+            if self.capabilities.ahead and self.worker_momentum
+            else 0.0
+        )
 
     @property
     def spike(self) -> float:
@@ -251,8 +255,8 @@ class Spec:
     @property
     def period(self) -> int:
         """Steps between two pushes, at first: the local steps of a block; else 1."""
-        averaging, local = self.averaging, self.local
-        return averaging.period if averaging is not None else local.push if local is not None else 1
+        averaging = self.averaging
+        return averaging.period if averaging is not None else int(self.options.get("push", 1))
 
     @property
     def outer_momentum(self) -> str:
@@ -268,13 +272,6 @@ class Spec:
         return self.averaging.fragments if self.averaging is not None else 1
 
     @property
-    def local(self) -> LocalSteps | None:
-        """The local steps between pushes, in modes that have them."""
-        names = ("push", "fetch", "alpha")
-        options = {name: value for name, value in self.options.items() if name in names}
-        return LocalSteps(**options) if self.mode is DOWNPOUR else None
-
-    @property
     def averaging(self) -> Averaging | None:
         """What workers do with their models at the end of a block of local steps, in modes that have them."""
         return None if self.mode.averaging is None else self.mode.averaging(*self.arguments, **self.options)
@@ -283,22 +280,6 @@ class Spec:
     def gossip(self) -> GossipSpec | None:
         """How workers mix their models with those of their neighbours, in modes that have them."""
         return None if self.mode.gossip is None else self.mode.gossip(*self.arguments, **self.options)
-
-    @property
-    def micro(self) -> int:
-        """Micro-batches that each worker takes before it pushes, on average, in modes with whole micro-batches; else 0."""
-        return self.anytime.micro if self.anytime else int(self.options.get("micro", 0))
-
-    @property
-    def anytime(self) -> AnytimeSpec | None:
-        """What a worker must know of rounds with deadlines, in the mode that has them."""
-        given = {name: value for name, value in self.options.items() if name in ("micro", "late")}
-        return AnytimeSpec(**given) if self.mode is ANYTIME else None
-
-    @property
-    def ahead(self) -> int:
-        """The number of pushes of a worker that may be in flight while it computes the next."""
-        return int(self.arguments[0]) if self.mode is DELAY else int(self.mode is DOWNPOUR)
 
 
 def compared() -> tuple[str, ...]:
