@@ -157,14 +157,14 @@ def test_a_loop_goes_on_after_a_resume(sync: str, helper: str, tmp_path: Path) -
             request.checked()
         return
     request.checked()
-    if mode_of(sync) == "bsp+balance" and not parse_spec(sync).micro and helper == "DistributedSampler":
+    if mode_of(sync) == "bsp+balance" and not parse_spec(sync).capabilities.micro and helper == "DistributedSampler":
         with pytest.raises(PolytempoError, match="found no batch that was dealt by speed"):
             run(sync, helper)
         return
     limits = Limits(samples=STOP * JOINT)
     _, first, counted = run(sync, helper, limits=limits, checkpoint=tmp_path / "saved")
     step = int(find_checkpoint(tmp_path / "saved")[1]["step"])
-    if is_deterministic(sync) and not parse_spec(sync).micro:  # else shares are by speed
+    if is_deterministic(sync) and not parse_spec(sync).capabilities.micro:  # else shares are by speed
         assert STOP <= step < STOP + 3, "steps, and not blocks of them"
     got, second, rest = run(sync, helper, resume=tmp_path / "saved")
     if mode_of(sync) != "bsp+backup":  # there what comes late is discarded
