@@ -199,8 +199,7 @@ class BlockMachine(WorkerMachine):
     def _released(self, release: Release, part: FragmentTurns, number: int) -> Orders:
         if isinstance(release.directive, NextBlock):
             self._period = release.directive.period
-        passed = part.started and release.step > part.next  # a round without this worker's data
-        if (part.is_under_way or passed) and not self._takes_early:
+        if part.is_under_way and not self._takes_early:
             part.due += max(self._period, 1)  # from when it was due: fragments keep their order
         part.next = part.allowed = release.step
         first, part.started, part.ready = not part.started, True, part.started
