@@ -23,7 +23,6 @@ from polytempo.errors import UsageError
 from polytempo.optim.several_workers import GradientDivergence, with_change
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum, known_name
 from polytempo.simulate.worker import EpochRange
-from polytempo.sync import momentum
 from polytempo.sync.blocks import Averaging
 from polytempo.sync.momentum import MomentumForm, check_kept, form_of
 from polytempo.sync.spec import Spec
@@ -307,7 +306,7 @@ class OwnMomentum:
         name = known_name(self._optimizer)
         check_kept(spec.text, name, type(self._optimizer).__name__)
         self.form = form_of(name, self._optimizer.param_groups)
-        looks_ahead = spec.worker_momentum == momentum.LOOKAHEAD
+        looks_ahead = spec.looks_ahead
         self._momentum = (
             GradientMomentum(self._optimizer, looks_ahead, spec.spike)
             if self.form is MomentumForm.GRADIENT

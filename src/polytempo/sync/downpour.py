@@ -154,11 +154,6 @@ class DownpourMachine(WorkerMachine):
     def done(self) -> bool:
         return self.made >= self.last
 
-    @property
-    def begins_push(self) -> bool:
-        """Is the step that it computes the first of a push?"""
-        return not self._pending
-
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
         if isinstance(event, Computed):
             return self._computed(event.empty)
