@@ -59,6 +59,13 @@ def segments(pid):
     return found
 
 
+def command_of(process):
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # the other worker, which may end at any moment
+        return []
+
+
 def await_holder():
     while not Path("holding").exists():
         threading.Event().wait(0.01)
@@ -78,8 +85,7 @@ for taken in range(steps):
     assert bool((parameter == parameter[0]).all()), "values of two updates were mixed"
 if how == "stop" and rank == 0:
     holder.send_signal(signal.SIGCONT)
-alive = [p for p in psutil.Process().parent().children() if p.status() != psutil.STATUS_ZOMBIE]
-servers = [p.pid for p in alive if "polytempo.launcher.server_process" in p.cmdline()]
+servers = [p.pid for p in psutil.Process().parent().children() if "polytempo.launcher.server_process" in command_of(p)]
 maps = {"own": segments("self"), "servers": [segments(pid) for pid in servers]}
 Path(f"maps-{rank}").write_text(json.dumps(maps))
 print(f"worker {rank} took {taken + 1} steps")
