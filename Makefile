@@ -61,6 +61,7 @@ figures: $(INSTALLED)
 	$(BIN)/python docs/figures/pipelines.py
 	$(BIN)/python docs/figures/local_steps.py
 	$(BIN)/python docs/figures/uneven.py
+	$(BIN)/polytempo simulate --workers 8 --slow 7:3 --train digits --sync bsp --sync asp --sync examples/own_mode.py:K_BATCH:6 --picture docs/figures/own-mode.png
 	$(BIN)/polytempo $(DEMO) --out out/demo/records --picture docs/figures/demo.png examples/digits.py
 	$(BIN)/polytempo simulate --scaling --bandwidth 1Gb/s --model 100MB --step-time 250ms --picture docs/figures/scaling.png
 

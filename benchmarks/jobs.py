@@ -45,6 +45,7 @@ def _server_config(index: int, paths: list[str], workers: int, sync: str, via: s
         "size": workers,
         "shards": len(paths),
         "sync": sync,
+        "modes": [],
         "via": via,
         "limits": {},
         "checkpoint_every": 0,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from polytempo.sync import spec
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps those of a test
@@ -55,6 +57,15 @@ def pytest_collection_finish() -> None:
     """Torch and thousands of tests stay until the end: whoever collects garbage need not go through them each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def nothing_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test is a process of its own, as far as modes of users go."""
+    monkeypatch.setattr(spec, "_BROUGHT", {})
+    spec.parse_spec.cache_clear()
+    yield
+    spec.parse_spec.cache_clear()
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ COLUMNS: dict[str, dict[str, tuple[Feature, ...]]] = {
     "data and modes": {
         "compression": (
             *(Feature.SELECTION, Feature.COMPRESSED_ANSWERS),
-            *(Feature.COMPRESSION_AMONG_WORKERS, Feature.COMPRESSED_CHANGES),
+            *(Feature.COMPRESSION_AMONG_WORKERS, Feature.COMPRESSED_CHANGES, Feature.COMPRESSED_VALUES),
         ),
         "`ServerEmbedding`": (Feature.SERVER_EMBEDDING, Feature.ROWS),
         "sparse embeddings": (Feature.SPARSE_EMBEDDING, Feature.ROWS),

@@ -6,6 +6,7 @@ PolytempoError
 │   ├── WrongType (TypeError too)    an argument of another type than the call can take
 │   ├── HyperDiffer                  workers that step together were given different hyper-parameters
 │   ├── SpecError                    a synchronisation spec that cannot be read, or does not fit the job
+│   ├── ModeError                    a mode that a user has brought does what no mode may do; file and line are named
 │   └── ClusterError                 a cluster or experiment description that cannot be read
 ├── OrderError (RuntimeError)        a policy was fed an event that cannot happen (a push of a step that was not released)
 ├── StuckError (RuntimeError)        deadlock: no event is left and a rank still waits; names both
@@ -47,6 +48,12 @@ class HyperDiffer(UsageError):
 
 class SpecError(UsageError):
     """A synchronisation spec that is unknown, malformed or impossible for this job."""
+
+
+class ModeError(UsageError):
+    """A mode that a user has brought cannot be loaded, or does what no mode may do. The text begins with file and line."""
+
+    about: object = None  #: the action or order that it may not answer with, where it is one
 
 
 class ClusterError(UsageError):

@@ -85,10 +85,19 @@ def parse(
     Raises:
         UsageError: (or `error`) the text cannot be read; one line says why and what to write.
     """
-    name, colon, argument, items = split(text)
-    syntax = known.get(name)
-    if syntax is None:
+    name, colon, argument, _ = split(text)
+    if name not in known:
         raise error(_unknown(text, name, colon + argument, what, known))
+    return read_after(name, text.strip()[len(name) :], known[name], error)
+
+
+def read_after(name: str, rest: str, syntax: Syntax, error: type[UsageError] = UsageError) -> ParsedText:
+    """Read what follows a name, which may have a colon in it: the argument and the options.
+
+    Raises:
+        UsageError: (or `error`) it cannot be read; one line says why and what to write.
+    """
+    _, colon, argument, items = split(rest)
     if syntax.argument is None and "=" in argument:
         items, colon, argument = [argument, *items], "", ""
     return ParsedText(name, _argument(name, colon, argument, syntax, error), _options(name, items, syntax.options, error))

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 
 import pytest
@@ -205,3 +206,15 @@ def test_every_promise_names_tests_that_exist() -> None:
     assert [row for row in rows if not re.search(r"\.py`|same", row[2])] == []
     named = [name for row in rows for name in re.findall(r"`(\w+/[\w/]+\.py)`", row[2])]
     assert [name for name in named if not any((base / name).is_file() for base in (ROOT / "tests", ROOT))] == []
+
+
+def test_the_tutorial_on_modes_builds_the_example() -> None:
+    page = (ROOT / "docs" / "write-a-mode.md").read_text(encoding="utf-8")
+    steps, rest = page.split("## Step 3", 1)
+    example = (ROOT / "examples" / "own_mode.py").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", steps, flags=re.S)
+    shown = [block for block in blocks if not block.startswith("OPTIONS")]
+    assert len(shown) >= 6
+    assert [block for block in shown if block not in example and indent(block, "    ") not in example] == []
+    esync = (ROOT / "examples" / "esync.py").read_text(encoding="utf-8")
+    assert [block in esync for block in re.findall(r"```python\n(.*?)```", rest, flags=re.S)].count(True) == 2

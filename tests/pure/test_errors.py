@@ -16,6 +16,7 @@ BUILT_IN = {
     "UsageError": ValueError,
     "HyperDiffer": ValueError,
     "WrongType": TypeError,
+    "ModeError": ValueError,
     "SpecError": ValueError,
     "ClusterError": ValueError,
     "OrderError": RuntimeError,

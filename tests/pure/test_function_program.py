@@ -208,8 +208,8 @@ def test_launch_takes_the_options_of_run() -> None:
     """Under their names and with their values where none is given, but for those of scripts and of other hosts."""
     command, call = (inspect.signature(function).parameters for function in (run, polytempo.launch))
     elsewhere = {"listen", "expect", "insecure", "host_timeout"}
-    left_out = {"script", "arguments", "module", "workers", "max_restarts", "fork", *elsewhere}
-    own = {"function", "args", "kwargs", "n"}
+    left_out = {"script", "arguments", "module", "workers", "max_restarts", "fork", "mode", *elsewhere}
+    own = {"function", "args", "kwargs", "n", "modes"}
     assert command.keys() - call.keys() == left_out
     assert call.keys() - command.keys() == own
     assert all(call[name].default == command[name].default for name in call.keys() - own)

@@ -6,14 +6,19 @@ import builtins
 import json
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 from clusters import EVENTFUL, MODES
 
+from polytempo.door import bring_file
 from polytempo.records.files import to_text
 from polytempo.simulate.outcome import meta_of
 from polytempo.simulate.run import simulate_job
+from polytempo.sync import spec as specs
 from polytempo.sync.spec import parse_spec
+
+SOURCE = Path(specs.__file__).parents[1]
 
 
 def before_312(terms: Iterable[float], start: float = 0) -> float:
@@ -64,3 +69,28 @@ def test_same_seed_same_bytes_other_seed_other_bytes(sync: str) -> None:
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "sync"),
+    [
+        ("barrier.py", "BSP", "bsp"),
+        ("ssp.py", "SSP", "ssp:3"),
+        ("asynchronous.py", "ASP", "asp"),
+        ("every.py", "EVERY", "every:4,wait=1"),
+        ("delay.py", "DELAY", "delay:3"),
+    ],
+)
+def test_a_mode_that_is_brought_in_runs_as_the_same_one_built_in(
+    file: str, name: str, sync: str, tmp_path: Path, nothing_brought: None
+) -> None:
+    """With a watch around each half: event for event, the golden runs."""
+    (tmp_path / file).write_text((SOURCE / "sync" / file).read_text(encoding="utf-8"), encoding="utf-8")
+    bring_file(tmp_path / file)
+    texts: dict[str, list[str]] = {}
+    for text in (sync, f"{file}:{name}{sync[len(parse_spec(sync).mode.name) :]}"):
+        told = texts[text] = []
+        simulate_job(EVENTFUL, text, seed=7, steps_each=15, record=lambda line, told=told: told.append(to_text(line)))
+    ours, brought = texts.values()
+    assert len(ours) > 50
+    assert brought == ours

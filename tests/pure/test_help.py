@@ -59,7 +59,7 @@ def test_the_list_of_commands_is_in_groups_too(capfd: pytest.CaptureFixture[str]
     assert run([]) == 0
     shown = capfd.readouterr().out
     groups = {part.partition(" ")[0]: part for part in shown.split("╭─ ")[1:]}
-    assert list(groups) == ["Options", "Jobs", "Predictions", "Records"]
+    assert list(groups) == ["Options", "Jobs", "Predictions", "Records", "Modes"]
     assert "--install-completion" in groups.pop("Options")
     listed = [name for part in groups.values() for name in re.findall(r"^│ ([a-z]+) ", part, re.MULTILINE)]
     assert sorted(listed) == sorted(COMMANDS)

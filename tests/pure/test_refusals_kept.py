@@ -33,6 +33,11 @@ REWORDED = {
     "would drift apart; use bsp, local:K or diloco:K, or cut the model so that one stage holds it": _TIED,
     "stages {} hold the same parameter {}, and under sync={} its copies would be updated in different orders and drift "
     "apart; use bsp, local or diloco, or stages= that keep it in one": _TIED,
+    "push_parameters() is not possible in decoupled DiLoCo: values are this worker's own at all times; change them before "
+    "DistributedOptimizer()": (
+        "push_parameters() is not possible in {}: values are this worker's own at all times; change them before "
+        "DistributedOptimizer()"
+    ),
     "sync={} needs {}, which {} does not start; use polytempo run": (
         "sync='{}' needs servers, which {} does not start; use polytempo run"
     ),

@@ -14,6 +14,7 @@ from polytempo.protocol.values import PushId, UpdatePart
 from polytempo.records.replay import replay
 from polytempo.server.effects import ToShards
 from polytempo.server.optimizer_clock import REMEMBERED
+from polytempo.sync.fields import fields
 from polytempo.sync.spec import parse_spec
 
 # When a push counts.
@@ -344,3 +345,15 @@ def test_a_tick_that_changed_what_is_decided_later_is_in_the_record() -> None:
     bench.push(1)
     bench.push(1)
     replay(bench.lines, parse_spec(bench.sync).policy(3))
+
+
+def test_measures_that_the_mode_does_not_declare_are_refused() -> None:
+    """They are dropped, and the worker is told; the policy hears nothing of the push."""
+    bench = Bench("asp").start()
+    lines = len(bench.lines)
+    effects = bench.push(0, fields=fields(drift=1.0))
+    assert [entry.id.worker for entry in only(Drop, entries_in(effects))] == [0]
+    ((worker, told),) = told_in(effects)
+    assert (worker, type(told)) == (0, Refused)
+    assert told.reason == "a push was refused: it measures a field 'drift' that it does not declare (declared: none)"
+    assert len(bench.lines) == lines

@@ -87,6 +87,18 @@ def test_workers_that_wait_are_not_accused():
     assert best.spec.text == "bsp+balance"
 
 
+def test_a_record_of_local_steps_predicts_barriers_by_the_step_and_not_by_the_block():
+    """A push of `local:4` holds four steps; a step of `bsp` takes a quarter of its time."""
+    rows = [
+        StepFigures(worker, step, 0.12 * step, 128.0, 4, 128.0, 0.12 if worker == 3 else 0.04, 0.0, 0.0001)
+        for step in range(40)
+        for worker in range(4)
+    ]
+    (cost,) = straggler_report(rows, parse_spec("local:4")).costs
+    gains = {mode.spec.text: mode.gain for mode in cost.modes}
+    assert gains["bsp"] == pytest.approx(0.0, abs=0.1)
+
+
 def loaded(seed: int, workers: int, count: int, factor: float, load: float) -> list[StepFigures]:
     """Steps of 4 ms on a host with other processes, which take the core for slices in between; worker 1 is slower."""
     dice = Random(f"loaded {seed}")

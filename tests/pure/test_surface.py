@@ -142,17 +142,19 @@ def test_commands_and_options() -> None:
         "compare",
         "explain",
         "key",
+        "modes",
         "picture",
         "plan",
         "run",
         "simulate",
         "worker",
     ]
-    assert options("check") == options("key") == []
-    assert options("explain") == ["--json"]
+    assert options("key") == []
+    assert options("check") == options("modes") == ["--mode"]
+    assert options("explain") == ["--json", "--mode"]
     assert options("advise") == [
-        *("--bandwidth", "--batch", "--fixed-time", "--hiccup", "--json", "--latency", "--model", "--quiet", "--samples"),
-        *("--seed", "--servers", "--slow", "--spread", "--step-time", "--workers"),
+        *("--bandwidth", "--batch", "--fixed-time", "--hiccup", "--json", "--latency", "--mode", "--model", "--quiet"),
+        *("--samples", "--seed", "--servers", "--slow", "--spread", "--step-time", "--workers"),
     ]
     assert options("picture") == ["--between", "--last", "--out", "--title"]
     assert options("plan") == [
@@ -170,7 +172,7 @@ def test_commands_and_options() -> None:
         ),
     ]
     assert options("worker") == [
-        *("--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--module", "--quiet", "--workers"),
+        *("--fork", "--host-timeout", "--insecure", "--join", "--key-file", "--mode", "--module", "--quiet", "--workers"),
     ]
     assert options("compare") == [
         "--fork",
@@ -178,6 +180,7 @@ def test_commands_and_options() -> None:
         "--json",
         "--link",
         "--metric",
+        "--mode",
         "--module",
         "--on-divergence",
         "--out",
@@ -209,6 +212,7 @@ def test_commands_and_options() -> None:
         "--listen",
         "--max-restarts",
         "--min-workers",
+        "--mode",
         "--module",
         "--on-divergence",
         "--overwrite",
@@ -238,6 +242,7 @@ def test_commands_and_options() -> None:
         "--latency",
         "--like",
         "--lr",
+        "--mode",
         "--model",
         "--overwrite",
         "--per-host",

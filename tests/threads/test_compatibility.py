@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from polytempo.compression.chain import parse_compression
+from polytempo.door import bring_file
 from polytempo.errors import UsageError
 from polytempo.launcher.environment import Placement
 from polytempo.launcher.program import ScriptProgram
@@ -32,9 +33,11 @@ from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.validation import OptimizerArguments, OptimizerPlan, optimizer_group, reduces_among_workers
 
 F = Feature
-#: Each mode, each variant, and options on which rows depend.
+#: Each mode, each variant, one of a file, and options on which rows depend.
+OWN = bring_file(Path(__file__).parents[2] / "examples" / "own_mode.py")
 MODES = [
     *dict.fromkeys(mode.example for mode in every_mode()),
+    *(f"own_mode.py:{name}:2" for name in OWN),
     *("bsp+balance,micro=8", "every:8,wait=2", "asp,drop=3", "asp,dc=0.1", "asp,momentum=async", "delay:0"),
     *("asup,drop=2", "downpour:push=2,dc=0.1", "asp,momentum=server", "diloco:100,quorum=2,grace=inf"),
 ]
@@ -148,15 +151,18 @@ ENTRIES: dict[str, tuple[tuple[Feature, ...], Callable[..., object]]] = {
     "tied in a pipeline": ((F.TIED,), tied_stages),
     "an optimizer": ((F.OPTIMIZER,), settled),
     "apply=delta": ((F.DELTA_ON_SERVERS, F.DELTA, F.OPTIMIZER), lambda sync: settled(sync, apply="delta")),
-    "topk": ((F.OPTIMIZER, F.SELECTION), lambda sync: settled(sync, compression={"push": "topk:0.5"})),
-    "casts": ((F.OPTIMIZER,), lambda sync: settled(sync, compression={"push": "bf16"})),
-    "casts of answers": ((F.COMPRESSED_ANSWERS, F.OPTIMIZER), lambda sync: settled(sync, compression={"pull": "bf16"})),
+    "topk": ((F.OPTIMIZER, F.SELECTION, F.COMPRESSED_VALUES), lambda sync: settled(sync, compression={"push": "topk:0.5"})),
+    "casts": ((F.OPTIMIZER, F.COMPRESSED_VALUES), lambda sync: settled(sync, compression={"push": "bf16"})),
+    "casts of answers": (
+        (F.COMPRESSED_ANSWERS, F.OPTIMIZER, F.COMPRESSED_VALUES),
+        lambda sync: settled(sync, compression={"pull": "bf16"}),
+    ),
     "casts among workers": (
         (F.VIA_ALLREDUCE, F.COMPRESSION_AMONG_WORKERS),
         lambda sync: settled(sync, compression={"push": "bf16"}, via="allreduce"),
     ),
     "casts of changes": (
-        (F.DELTA_ON_SERVERS, F.DELTA, F.OPTIMIZER, F.COMPRESSED_CHANGES),
+        (F.DELTA_ON_SERVERS, F.DELTA, F.OPTIMIZER, F.COMPRESSED_CHANGES, F.COMPRESSED_VALUES),
         lambda sync: settled(sync, apply="delta", compression={"push": "bf16"}),
     ),
     "ServerEmbedding": ((F.SERVER_EMBEDDING, F.ROWS, F.OPTIMIZER), lambda sync: settled(sync, tables=True)),

@@ -42,15 +42,15 @@ def test_local_steps_are_as_accurate_as_bsp_and_a_broken_averager_is_not(monkeyp
 
     original = Fragment.install
 
-    def writes_nothing_back(fragment: Fragment) -> None:
+    def writes_nothing_back(fragment: Fragment, pull: float) -> None:
         fragment.sent_at = None
 
-    def writes_back_once(fragment: Fragment) -> None:
+    def writes_back_once(fragment: Fragment, pull: float) -> None:
         if fragment in seen:
             fragment.sent_at = None
         else:
             seen.append(fragment)
-            original(fragment)
+            original(fragment, pull)
 
     for broken in (writes_nothing_back, writes_back_once):
         seen: list[Fragment] = []

@@ -68,6 +68,11 @@ def test_a_copy_or_a_saved_model_does_not_measure():
     model(torch.ones(2, 4))
     model(torch.ones(3, 4))
     assert watch.take(lambda now: 1.0, 2.0) == (1.0, 8.0)  # of the first forward pass
+    watch.watch()
+    with torch.no_grad():
+        model(torch.ones(50, 4))
+    model(torch.ones(2, 4))
+    assert watch.take(lambda now: 1.0, 2.0) == (1.0, 8.0)  # of the first that is trained on
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # a FutureWarning since torch 2.15

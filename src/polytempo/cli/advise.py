@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polytempo.cli.options import OutputOption, write_json
+from polytempo.cli.options import Modes, OutputOption, write_json
 from polytempo.cli.simulate import (
     BandwidthOption,
     BatchOption,
@@ -53,6 +53,7 @@ def advise(
     latency: LatencyOption = None,
     model: ModelSizeOption = None,
     servers: ShardsOption = None,
+    mode: Modes = None,
     samples: Annotated[
         float | None, OutputOption(help="Show the time for this number of samples (those simulated).")
     ] = None,

@@ -15,6 +15,7 @@ from polytempo.cli.options import (
     Fork,
     HiccupOption,
     LinkOption,
+    Modes,
     Module,
     OnDivergence,
     OutputOption,
@@ -49,6 +50,7 @@ def compare(
     sync: Annotated[
         list[str] | None, SyncOption(autocompletion=complete_mode, help="A mode; repeatable (bsp, ssp:3, dssp:3..15, asp).")
     ] = None,
+    mode: Modes = None,
     workers: Workers = 4,
     servers: ShardCount = None,
     steps: StepBudget = None,
@@ -89,28 +91,29 @@ def compare(
         "fork": fork,
         "overwrite": overwrite,
         "gpus": visible_gpus(),
+        "modes": tuple(mode or ()),
     }
     modes = list(dict.fromkeys(sync or ["bsp", "ssp:3", "dssp:3..15", "asp"]))
     if repeats < 1:
         raise UsageError(f"expected --repeats of at least 1, got {repeats}")
-    places = [(mode, turn) for turn in range(repeats) for mode in modes]  # in turns: a machine that slows down slows all
+    places = [(one, turn) for turn in range(repeats) for one in modes]  # in turns: a machine that slows down slows all
     directory = out or _free_directory(OUT)
     folders, checked = {}, {}
-    for mode, turn in places:  # as `polytempo run` would start each
-        folder = directory / mode.replace(":", "-").replace(",", "-")
-        folders[mode, turn] = folder if repeats == 1 else folder / f"run-{turn + 1}"
-        fields = common | {"record": folders[mode, turn]} | JobOptions(workers=workers, sync=mode).settled()
-        checked[mode, turn] = RunRequest(**fields).checked()
-    runs: dict[str, list[LiveRun]] = {mode: [] for mode in modes}
-    for number, ((mode, turn), job) in enumerate(checked.items(), 1):
-        title = f"{mode} ({_which(number, len(modes), turn, repeats)})"
+    for one, turn in places:  # as `polytempo run` would start each
+        folder = directory / one.replace(":", "-").replace(",", "-")
+        folders[one, turn] = folder if repeats == 1 else folder / f"run-{turn + 1}"
+        fields = common | {"record": folders[one, turn]} | JobOptions(workers=workers, sync=one).settled()
+        checked[one, turn] = RunRequest(**fields).checked()
+    runs: dict[str, list[LiveRun]] = {one: [] for one in modes}
+    for number, ((one, turn), job) in enumerate(checked.items(), 1):
+        title = f"{one} ({_which(number, len(modes), turn, repeats)})"
         status = LocalJob(job, Display(title, quiet=False)).run()
         if status:
             raise typer.Exit(status)
-        record = folders[mode, turn]
-        runs[mode].append(live_run(read_events(record), read_meta(record), metric))
-        if number == 1 < len(places) and not runs[mode][0].curve:
-            typer.echo(f"polytempo: {_no_metric(script, metric, runs[mode][0])}", err=True)
+        record = folders[one, turn]
+        runs[one].append(live_run(read_events(record), read_meta(record), metric))
+        if number == 1 < len(places) and not runs[one][0].curve:
+            typer.echo(f"polytempo: {_no_metric(script, metric, runs[one][0])}", err=True)
     title = f"{Path(script).name} live: {counted(workers, 'worker')}" + (f", slower: {slow}" if slow else "")
     title += f", link: {link}" if link else ""
     middle = [repeated(found, target) for found in runs.values()]

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from polytempo.cli.run import run_job
+from polytempo.door import bring_named, check_shared, read_sync, sources_of
 from polytempo.errors import JobEnded, UsageError
 from polytempo.launcher.child_process import INTERRUPTED
 from polytempo.launcher.function_program import WorkerError, WorkerTraceback, errors_in, first_cause, program_for, result_in
 from polytempo.launcher.job_facts import job_of_environment, placement_of_environment
+from polytempo.sync.mode import Mode
+from polytempo.sync.spec import Spec, spec_of
 
 T = TypeVar("T")
 
@@ -27,7 +30,8 @@ def launch(
     n: int | None = None,
     servers: int | None = None,
     server_device: str = "auto",
-    sync: str | None = None,
+    sync: str | Mode | Spec | None = None,
+    modes: Sequence[str | os.PathLike[str]] = (),
     via: str | None = None,
     strategy: str | None = None,
     record: str | os.PathLike[str] | None = None,
@@ -67,7 +71,8 @@ def launch(
         n: The number of workers; by default 2, or what `strategy` needs.
         servers: Parameter-server shards, as `--servers`.
         server_device: Where servers keep the values.
-        sync: The synchronisation mode, such as "ssp:3"; by default "bsp".
+        sync: The synchronisation mode, such as "ssp:3" or "lab/own_mode.py:NAME:2"; by default "bsp".
+        modes: Files of modes that the function may name, as `--mode`.
         via: How gradients travel: "ps", "allreduce" or "auto".
         strategy: How the model is spread, such as "data=2,pipe=2".
         record: Directory for the record and the logs.
@@ -119,9 +124,12 @@ def launch(
     placement = placement_of_environment()
     if job_of_environment() is not None or (placement is not None and placement.size > 1):
         raise UsageError("launch() starts a job, and this process is a worker of one; call it outside of the job")
+    for file in modes:
+        bring_named(os.fspath(file))
+    given |= {"sync": _text_of(sync), "mode": [os.fspath(file) for file in modes]}
     program = program_for(function, tuple(args), dict(kwargs or {}))
     folders = {name: Path(given[name]) for name in ("record", "checkpoint", "resume") if given[name] is not None}
-    given = {name: given[name] for name in given if name not in ("function", "args", "kwargs", "n")} | folders
+    given = {name: given[name] for name in given if name not in ("function", "args", "kwargs", "n", "modes")} | folders
     given |= {"workers": n, "listen": None, "expect": 0, "host_timeout": 5.0, "insecure": False, "fork": False}
     result = b""
     errors: tuple[WorkerError, ...] = ()
@@ -144,3 +152,12 @@ def launch(
         raise JobEnded("worker 0 was lost, and with it what the function has returned; the others have finished")
     found: Any = pickle.loads(result) if result else None
     return cast(T, found)
+
+
+def _text_of(sync: str | Mode | Spec | None) -> str | None:
+    """The mode as the command line would have it: a file is loaded, since this call is this machine's own."""
+    if sync is None or isinstance(sync, str):
+        return None if sync is None else read_sync(sync)
+    spec = spec_of(sync)
+    check_shared(spec, sources_of([spec.text]) if spec.digest else ())
+    return spec.text

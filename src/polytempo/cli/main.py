@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 
+from polytempo.cli import modes
 from polytempo.cli.advise import advise
 from polytempo.cli.compare import compare
-from polytempo.cli.options import Commands, add, join_broken_words
+from polytempo.cli.options import Commands, add, add_group, join_broken_words
 from polytempo.cli.plan import plan
 from polytempo.cli.records import check, explain, picture
 from polytempo.cli.run import key, worker
@@ -79,6 +80,16 @@ predictions(
 records(picture, "polytempo picture out/pipeline --last 2")
 records(check, "polytempo check out/job")
 records(explain, "polytempo explain out/job", "polytempo explain out/job --json stragglers.json")
+
+add_group(app, "Modes", "modes", modes.app, "polytempo modes", "polytempo modes --mode lab/own_mode.py")
+add(
+    modes.app,
+    None,
+    modes.check_mode,
+    "polytempo modes check own_mode.py:K_BATCH:2",
+    "polytempo modes check ssp:3",
+    name="check",
+)
 
 
 def _show_version(wanted: bool) -> None:

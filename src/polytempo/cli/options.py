@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
+from polytempo.door import bring_named, check_brought, read_sync
+from polytempo.records.files import modes_in, read_meta
 from polytempo.server.job_plan import Limits
 from polytempo.sync.spec import mode_examples
 from polytempo.units import parse_factors, parse_hiccup, parse_links
@@ -49,6 +51,14 @@ FailureOption = _of_group("Failures")
 HostOption = _of_group("Other hosts")
 EmulationOption = _of_group("Emulation")
 OutputOption = _of_group("Output")
+
+
+MODE = "Load this file of modes, without choosing one; repeatable. Nothing else loads a file: no record, message or script."
+Modes = Annotated[list[str] | None, SyncOption("--mode", metavar="FILE", help=MODE)]
+ModesOfRecord = Annotated[
+    list[str] | None,
+    Option("--mode", metavar="FILE", help="Load this file of modes, where the record is of one; repeatable."),
+]
 
 Script = Annotated[str, typer.Argument(help="A training script; all that follows it belongs to it.", metavar="SCRIPT")]
 Module = Annotated[
@@ -88,15 +98,47 @@ PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 ASKING = "_POLYTEMPO_COMPLETE"
 
 
-class Command(TyperCommand):
-    """A command whose flags are shown by their names alone, and whose help ends with examples."""
+def load_modes(params: MutableMapping[str, Any]) -> None:
+    """Load what `--mode` and `--sync` of a command name; from here on a mode is a name without a folder."""
+    for named in params.get("mode") or ():
+        bring_named(named)
+    sync = params.get("sync")
+    if sync:
+        params["sync"] = read_sync(sync) if isinstance(sync, str) else [read_sync(text) for text in sync]
+
+
+class WithExamples:
+    """Of a command, or a group of commands: flags are shown by their names alone, and the help ends with examples."""
 
     examples: ClassVar[tuple[str, ...]] = ()
     modes: ClassVar[bool] = False
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its parameters, as they are shown."""
-        return grouped(bare_flags(super().get_params(ctx)))
+        return grouped(bare_flags(super().get_params(ctx)))  # type: ignore[misc]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it, with the modes that its options name."""
+        load_modes(ctx.params)
+        return super().invoke(ctx)  # type: ignore[misc]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+        lines = [" Examples:", *(f"   {line}" for line in self.examples), ""]
+        if self.modes:  # what `--sync` may be
+            known, width = mode_examples(), shutil.get_terminal_size((80, 24)).columns
+            wide = max(map(len, known)) + 5
+            lines += [" Modes:"]
+            for example, meaning in known.items():
+                head = f"   {example}".ljust(wide)
+                lines += textwrap.wrap(meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
+            lines.append("")
+        typer.echo("\n".join(lines))
+
+
+class Command(WithExamples, TyperCommand):
+    """One of the commands."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Its options; none behind a script, to which all belongs that follows it."""
@@ -118,19 +160,9 @@ class Command(TyperCommand):
                 typer.echo(f"polytempo: {where}; put {them} before {script} where {ctx.command_path} is meant", err=True)
         return super().invoke(ctx)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The help of typer, and ours below it, as it stands: what is typed is not broken into lines."""
-        super().format_help(ctx, formatter)
-        lines = [" Examples:", *(f"   {line}" for line in self.examples), ""]
-        if self.modes:  # what `--sync` may be
-            known, width = mode_examples(), shutil.get_terminal_size((80, 24)).columns
-            wide = max(map(len, known)) + 5
-            lines += [" Modes:"]
-            for example, meaning in known.items():
-                head = f"   {example}".ljust(wide)
-                lines += textwrap.wrap(meaning, max(width, 60), initial_indent=head, subsequent_indent=" " * wide)
-            lines.append("")
-        typer.echo("\n".join(lines))
+
+class CommandGroup(WithExamples, TyperGroup):
+    """A command with commands of its own, which also does something without them."""
 
 
 class Commands(TyperGroup):
@@ -178,11 +210,25 @@ def _mentions(source: str, option: str) -> bool:
     return re.search(rf"(--|[\"']){word}\b|\b{word}\s*:", source) is not None
 
 
-def add(app: typer.Typer, group: str, function: Any, *examples: str, modes: bool = False, passes_on: bool = False) -> None:
+def add(
+    app: typer.Typer,
+    group: str | None,
+    function: Any,
+    *examples: str,
+    modes: bool = False,
+    passes_on: bool = False,
+    name: str = "",
+) -> None:
     """Make a function a command of a group, with examples in its help and, where it takes one, the modes."""
     kind = type("Command", (Command,), {"examples": examples, "modes": modes})
     settings = PASS_ON if passes_on else {}
-    app.command(function.__name__, cls=kind, context_settings=settings, rich_help_panel=group)(function)
+    app.command(name or function.__name__, cls=kind, context_settings=settings, rich_help_panel=group)(function)
+
+
+def add_group(app: typer.Typer, group: str, name: str, own: typer.Typer, *examples: str) -> None:
+    """Make a command with commands of its own one of a group, with examples in its help."""
+    kind = type("CommandGroup", (CommandGroup,), {"examples": examples})
+    app.add_typer(own, name=name, cls=kind, rich_help_panel=group)
 
 
 def limits_and_emulation(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +242,16 @@ def limits_and_emulation(given: Mapping[str, Any]) -> dict[str, Any]:
         "hiccup": parse_hiccup(hiccup) if hiccup else (0.0, 0.0),
         **(dict(zip(("link", "own_links"), parse_links(link), strict=True)) if link is not None else {}),
     }
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """The meta of a record, whose modes are brought: a mode of a file is named by the command line alone.
+
+    Raises: ModeError, one line with the option, where it is not."""
+    meta = read_meta(directory)
+    for warning in check_brought(f"the record {directory}", modes_in(meta)):
+        typer.echo(f"polytempo: warning: {warning}", err=True)
+    return meta
 
 
 def progress_bar(quiet: bool = False) -> Progress:

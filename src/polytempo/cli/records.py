@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from polytempo.cli.options import Option, write_json
+from polytempo.cli.options import ModesOfRecord, Option, read_record, write_json
 from polytempo.errors import UsageError, counted
 from polytempo.pipeline.trace_files import read_traces
 from polytempo.records.check import check_lines
-from polytempo.records.files import read_events, read_meta, refused_modes, spec_of
+from polytempo.records.files import read_events, refused_modes, spec_of
 from polytempo.records.lines import MAIN, MEAN, of_optimizer
 from polytempo.records.replay import replay
 from polytempo.records.step_figures import figures_of
@@ -23,9 +23,10 @@ from polytempo.report.straggler_report import full_report, straggler_report
 
 def check(
     directory: Annotated[Path, typer.Argument(help="A directory with events.jsonl and meta.json.")],
+    mode: ModesOfRecord = None,
 ) -> None:
     """Check a record: the promises of its mode, and that a replay decides the same."""
-    meta = read_meta(directory)
+    meta = read_record(directory)
     job, sync = meta.get("job", {}), meta["spec"]
     lines = decisions = 0
     for optimizer_id in job.get("optimizers") or [MAIN]:
@@ -51,9 +52,10 @@ def check(
 def explain(
     record: Annotated[Path, typer.Argument(help="A directory with events.jsonl and meta.json: run --record.")],
     json_file: Annotated[Path | None, Option("--json", help="Write all figures to this file.")] = None,
+    mode: ModesOfRecord = None,
 ) -> None:
     """Explain a record: which worker is slow, since when and why, what it costs, and which mode would fit."""
-    meta = read_meta(record)
+    meta = read_record(record)
     figures = figures_of(read_events(record))
     if not figures:
         raise UsageError(f"{record} has no steps to explain; expected the record of a job that trains by pushes")

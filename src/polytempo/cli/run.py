@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from polytempo.cli.options import (
     Insecure,
     JobOption,
     LinkOption,
+    Modes,
     Module,
     OnDivergence,
     Option,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from polytempo.launcher.local_job import LocalJob
     from polytempo.launcher.program import Program
 
-SYNC = "The synchronisation mode, by default bsp; all are listed below."
+SYNC = "The synchronisation mode, by default bsp; all are listed below. Of a file of your own: FILE.py:NAME."
 VIA = (
     "How gradients travel: ps (parameter servers), allreduce (among workers); auto, the default: allreduce unless servers "
     "are needed."
@@ -53,8 +55,9 @@ SERVER_DEVICE = (
     "parameters are."
 )
 MIN_WORKERS = (
-    "Go on while at least this number of workers is left. Default: all under bsp, local, adacomm, diloco; 1 in other modes. "
-    "A worker whose script fails before its first push ends the job in every mode."
+    "Go on while at least this number of workers is left. Default: all under bsp, local, adacomm, diloco, and modes of your "
+    "own that declare MadeOf.ALL; 1 in other modes. A worker whose script fails before its first push ends the job in every "
+    "mode."
 )
 STRATEGY = (
     "How the model is spread, such as data=2,pipe=2 or pipe=2,tensor=2,microbatches=8; also mirrored, multi_worker, "
@@ -68,7 +71,7 @@ COUNT = "Number of worker processes on this host; by default 2, or what --strate
 #: Options that are not fields of a `RunRequest` by their own name.
 OWN = (
     *("script", "arguments", "module", "steps", "samples", "seconds", "slow", "hiccup", "link"),
-    *("max_restarts", "verbose", "quiet"),
+    *("max_restarts", "verbose", "quiet", "mode"),
 )
 
 
@@ -78,6 +81,7 @@ def run(
     module: Module = False,
     workers: Annotated[int | None, JobOption("--workers", "-n", help=COUNT)] = None,
     sync: Annotated[str | None, SyncOption(autocompletion=complete_mode, help=SYNC)] = None,
+    mode: Modes = None,
     via: Annotated[str | None, SyncOption(help=VIA)] = None,
     servers: ShardCount = None,
     server_device: Annotated[str, SyncOption(help=SERVER_DEVICE)] = "auto",
@@ -146,7 +150,7 @@ def run_job(
 
     strategy, quiet = given["strategy"], given["quiet"]
     fields: dict[str, Any] = {name: value for name, value in given.items() if name not in OWN}
-    fields |= limits_and_emulation(given) | {"gpus": visible_gpus()}
+    fields |= limits_and_emulation(given) | {"gpus": visible_gpus(), "modes": tuple(given["mode"] or ())}
     saves = next((f"--{name}" for name in ("checkpoint", "resume") if given[name] is not None), "")
     options = JobOptions(
         strategy, given["workers"], given["expect"], given["sync"], given["via"], given["min_workers"], saves
@@ -171,7 +175,9 @@ def _show_summary(job: LocalJob) -> None:
         spec = spec_of({"job": job.summary, "spec": job.request.sync})
         refused = {*job.summary.get("refused", ()), *job.request.refused_modes()}
         record = str(job.request.record) if job.request.record else ""
-        if line := closing_line(straggler_report(figures_from(job.paces), spec, refused), record):
+        origin = spec.mode.origin
+        modes = os.path.relpath(origin.code) if origin is not None and origin.source.endswith(".py") else ""
+        if line := closing_line(straggler_report(figures_from(job.paces), spec, refused), record, modes):
             job.display.say(line)
     if job.progress is not None:
         job.display.say(progress_line(job.progress))
@@ -186,6 +192,7 @@ def worker(
     join: Annotated[str, HostOption(help="HOST:PORT of the job: the value of its --listen.")] = "",
     key_file: Annotated[Path | None, HostOption(help="A copy of the key file that the job names.")] = None,
     workers: Workers = 1,
+    mode: Modes = None,
     insecure: Insecure = False,
     host_timeout: Annotated[
         float,

@@ -24,6 +24,7 @@ import yaml
 from polytempo.cli.options import (
     BudgetOption,
     ClusterOption,
+    Modes,
     OutputOption,
     Overwrite,
     SyncOption,
@@ -123,6 +124,7 @@ def simulate(
         list[str] | None,
         SyncOption(autocompletion=complete_mode, help="A mode; repeatable (those that may win on this cluster)."),
     ] = None,
+    mode: Modes = None,
     via: Annotated[
         list[str] | None, SyncOption(help="ps, allreduce, ring, halving-doubling, tree, hierarchical, peers; repeatable.")
     ] = None,
@@ -187,7 +189,7 @@ def _trace(path: Path, flags: Mapping[str, Any]) -> None:
     from polytempo.traces.operations import read_trace
 
     given = {name for name, value in flags.items() if not (value is None or value is False or value == [])}
-    if others := sorted(given - {"trace", "sync", "seed", "json_file", "quiet"}):
+    if others := sorted(given - {"trace", "sync", "mode", "seed", "json_file", "quiet"}):
         option = others[0].replace("_", "-")
         raise UsageError(
             f"--trace takes --sync, --seed, --json and --quiet only, got {option}; leave it out: the trace is the job"

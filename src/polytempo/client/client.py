@@ -507,14 +507,16 @@ class Client:
 
     # The end.
 
-    def leave(self, reason: str, alone: int = 0, life: int = 0) -> None:
+    def leave(self, reason: str, alone: int = 0, life: int = 0, fault: str = "") -> None:
         """Leave the job and close, after this number of steps `alone` (`session/lone_training.py`). A worker that finishes
-        waits for its last answers first (`delay`). `life`: the number of jobs that this process had left before."""
+        waits for its last answers first (`delay`). `life`: the number of jobs that this process had left before. `fault`: by
+        which the whole job ends."""
         self._losses.clear()  # it waits for its last answers, and these come
         with suppress(PeerError):  # the servers may go first
             for name in self.exchanges.states if reason == "finished" else ():
                 self.settle(name)
-            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, alone=alone, life=life)
+            about = {"alone": alone, "life": life}
+            leave = Leave(worker=self.rank, incarnation=self.incarnation, reason=reason, fault=fault, **about)
             self.connections.channels[0].send(encode(leave))
         self.close()
 

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from polytempo.errors import PeerError, UsageError
+from polytempo.door import of_this_host
+from polytempo.errors import ModeError, PeerError, UsageError
 from polytempo.launcher.child_process import (
     ENDING,
     INTERRUPTED,
@@ -32,7 +33,7 @@ from polytempo.launcher.child_process import (
 )
 from polytempo.launcher.display import Display
 from polytempo.launcher.forked_process import preload
-from polytempo.launcher.job_facts import job_from
+from polytempo.launcher.job_facts import JobFacts, job_from
 from polytempo.launcher.job_processes import JobFolder, start_worker
 from polytempo.launcher.program import Program
 from polytempo.launcher.request import check_host_timeout, split_address
@@ -107,7 +108,7 @@ class Agent:
             undo.callback(self._monitor.dismiss)
             assigned = self._join()
             if assigned is not None:
-                self._start(assigned)
+                self._start(assigned, self._facts_of(assigned))
                 self._watch()
             self._handle(self._monitor.end(self._workers, patience=1.0))
             if self._failed and not self._cause and not self._interrupted and self._channel.pollable().poll(1000):
@@ -162,8 +163,17 @@ class Agent:
             f"{self.request.join} did not answer within {PATIENCE:g} s; does the job listen there, with this key?"
         )
 
-    def _start(self, assigned: Assigned) -> None:
+    def _facts_of(self, assigned: Assigned) -> JobFacts:
+        """The job, with modes as this host's own command line names them: whatever paths another host tells are not used."""
         facts = job_from(dict(assigned.job))
+        try:
+            return replace(facts, modes=of_this_host(facts.modes))
+        except ModeError as error:  # the job's host says so, too, instead of waiting for these workers
+            for rank in assigned.ranks:
+                self._send_end(Gone(worker=rank, incarnation=0, reason="failed", cause=f"could not be started ({error})"))
+            raise
+
+    def _start(self, assigned: Assigned, facts: JobFacts) -> None:
         self._patience = max(self._patience, facts.host_timeout)  # as long as the job waits for this host
         addresses = tuple(address.replace("HOST", self._host) for address in facts.addresses)
         keys = asdict(self.request.keys) if self.request.keys else None
@@ -192,13 +202,15 @@ class Agent:
                 reason, cause = described(event.status)
                 self._failed |= reason != "finished"
                 rank, asked = self._workers[event.child], -event.status in ENDING
-                gone = Gone(worker=rank, incarnation=0, reason=reason, cause=cause, asked=asked)
-                self._ends.append(gone)
-                self._channel.send(encode(gone))
+                self._send_end(Gone(worker=rank, incarnation=0, reason=reason, cause=cause, asked=asked))
             elif isinstance(event, Signalled) and event.number in ENDING:
                 self._interrupted = True
             else:
                 assert isinstance(event, Readable | Signalled)
+
+    def _send_end(self, gone: Gone) -> None:
+        self._ends.append(gone)
+        self._channel.send(encode(gone))
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from polytempo.door import ModeSource
 from polytempo.errors import UsageError
 from polytempo.launcher.environment import Placement, placement_of
 from polytempo.sync.spec import Spec, parse_spec
@@ -80,6 +81,7 @@ class JobFacts:
     reader: int | None = None  #: the rank that has standard input
     debugged: bool = False  #: does its user debug it (--debug)? Then no rank gives up another for being late
     port: int = 0  #: a free one on the launcher's host, for scripts that call torch.distributed
+    modes: tuple[ModeSource, ...] = ()  #: files of modes and installed ones, which workers load; their paths are this host's
 
     @cached_property
     def spec(self) -> Spec:
@@ -121,6 +123,7 @@ def job_from(data: dict[str, Any]) -> JobFacts:
     facts = {**data, "addresses": data.get("addresses", ())}
     for name in ("slow", "tokens", "proxies"):
         facts[name] = {int(rank): value for rank, value in facts.get(name, {}).items()}
+    facts["modes"] = tuple(ModeSource(**source) for source in facts.get("modes", ()))
     for name in ("addresses", "positions", "companions", "hiccup", "link"):
         if facts.get(name) is not None:
             facts[name] = tuple(facts[name])

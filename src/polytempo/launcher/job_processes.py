@@ -21,6 +21,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+from polytempo.door import digests_of
 from polytempo.launcher import orphan_cleanup
 from polytempo.launcher.child_process import WATCHED, ChildProcess, ProcessMonitor, Standing
 from polytempo.launcher.debugger import HOOK, SOCKET
@@ -195,6 +196,7 @@ class JobProcesses:
             size=request.size,
             addresses=addresses,
             sync=request.sync,
+            modes=self._checked.modes,
             seed=request.seed,
             local_size=request.workers,
             slow=request.slow,
@@ -235,6 +237,7 @@ class JobProcesses:
             "size": plan.size,
             "shards": plan.shards,
             "sync": plan.sync,
+            "modes": [asdict(source) for source in self._checked.modes],
             "limits": {name: None if value == float("inf") else value for name, value in asdict(plan.limits).items()},
             "checkpoint_every": plan.checkpoint_every,
             "resumed": plan.resumed,
@@ -255,6 +258,7 @@ class JobProcesses:
         host = {"name": platform.node(), "cores": os.cpu_count(), "system": platform.platform()}
         return {
             "spec": self._request.sync,
+            **({"modes": digests_of(self._checked.modes)} if self._checked.modes else {}),
             "size": self._request.size,
             "first_step": self._plan.first_push,
             "options": self._checked.options(),

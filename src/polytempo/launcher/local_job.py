@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from polytempo.checkpoints import (
     step_of,
     whole_checkpoints,
 )
+from polytempo.door import without_paths
 from polytempo.errors import PeerError, counted
 from polytempo.launcher.child_process import (
     ENDING,
@@ -287,6 +288,8 @@ class LocalJob:
                 self.display.say(f"worker {self.request.debug} has the terminal; no time-out gives up a worker (--debug)")
             if self.checked.note():
                 self.display.say(self.checked.note())
+            for warning in self.checked.warnings:
+                self.display.say(f"warning: {warning}")
             if self.request.link is not None:
                 self.display.note(self.request.link_in_words())
             self._processes.start(self.display)
@@ -436,6 +439,7 @@ class LocalJob:
             return
         ports = [self._ready[index][1].rpartition(":")[2] for index in range(self.plan.shards)]
         facts = self._processes.facts(tuple(f"tcp://HOST:{port}" for port in ports), None)
+        facts = replace(facts, modes=without_paths(facts.modes))
         ranks = tuple(range(self.request.workers, self.request.size))
         self._coordinator.send(Expecting(job=json.loads(json.dumps(asdict(facts))), ranks=ranks))
         if self._processes.keys is not None:
@@ -498,7 +502,10 @@ class LocalJob:
             elif isinstance(action, EndJob):
                 self._end.cause = action
                 killed = "SIGKILL" in action.cause  # what the process said before has nothing to do with it
-                if child is not None and child.tail and not killed:
+                server = self._processes.servers.get(child) if child is not None else None
+                if child is not None and server is not None and server not in self._ready and len(child.tail) == 1:
+                    self._end.cause = EndJob(child.tail[0].removeprefix("polytempo: "))  # why it could not start
+                elif child is not None and child.tail and not killed:
                     self._end.cause = EndJob(f"{action.cause}\n" + "\n".join(child.tail))
             elif isinstance(action, AllDone) and not self._supervisor.finished:
                 self._end.cause = EndJob("no worker finished")

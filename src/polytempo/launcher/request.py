@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.checkpoints import find_checkpoint, written_later
+from polytempo.door import ModeSource, check_brought, sources_of
 from polytempo.errors import UsageError, counted, nearest
 from polytempo.launcher.program import Program
 from polytempo.records.files import check_no_record
 from polytempo.server.job_plan import JobPlan, Limits
-from polytempo.server.resume_rules import check_modes
+from polytempo.server.resume_rules import check_modes, modes_in
 from polytempo.server.server_device import check_server_device, count_visible, default_servers
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.epoch_parts import epoch_to_go_on_with
@@ -34,6 +35,7 @@ class RunRequest:
     workers: int = 2
     servers: int | None = None
     sync: str = "bsp"
+    modes: tuple[str, ...] = ()  #: files of modes, and installed ones, that the command line has named beside it (--mode)
     via: str = "auto"
     record: Path | None = None
     overwrite: bool = False  #: replace a record that is there
@@ -188,6 +190,7 @@ class RunRequest:
         self._check_counts()
         check_word("--on-divergence", self.on_divergence, ("warn", "stop"))
         self.check_mode()
+        _look_at(self.spec, self.size)
         check_server_device(self.server_device, self.gpus)
         self.program.check()
         for rank in self.own_links:
@@ -207,12 +210,15 @@ class RunRequest:
         if self.record is not None:
             check_no_record(self.record, self.overwrite)
         path, manifest = find_checkpoint(self.resume) if self.resume else (None, {})
+        saved, warnings = modes_in(manifest), list[str]()
         if path is not None:
+            warnings = check_brought(f"the checkpoint {path.name}", saved)
             before = replace(self, sync=manifest.get("sync", self.sync))  # the same job in the checkpoint's mode
             check_modes(path.name, before.spec, self.spec)
         self._check_checkpoint()
         plan = JobPlan(self.size, self.shards, self.sync, self.limits, self.checkpoint_every, manifest)
-        return CheckedRequest(self, plan, path)
+        modes = sources_of((self.sync, *saved), self.modes)
+        return CheckedRequest(self, plan, path, modes, tuple(warnings))
 
     def _check_checkpoint(self) -> None:
         check_word("--checkpoint-errors", self.checkpoint_errors, ("stop", "continue"))
@@ -260,6 +266,8 @@ class CheckedRequest:
     request: RunRequest
     plan: JobPlan
     resume: Path | None
+    modes: tuple[ModeSource, ...] = ()  #: that all processes of the job load
+    warnings: tuple[str, ...] = ()
 
     def note(self) -> str:
         """Where a resumed job goes on, and whether another checkpoint was written later; empty where it does not resume."""
@@ -289,6 +297,22 @@ class CheckedRequest:
             "refused": list(request.refused_modes()),
             "resumed_from": self.resume.name if self.resume else None,
         }
+
+
+#: Seconds that a first look at a mode may take; it takes a fraction of one.
+LOOK = 10.0
+
+
+def _look_at(spec: Spec, workers: int) -> None:
+    """Play a small job of a mode that was brought in: what it may not do is found before any process starts.
+
+    Raises: ModeError, one line with file and line."""
+    if spec.mode.origin is not None:
+        from polytempo.proving.endless import returning_within
+        from polytempo.proving.first_look import first_look
+
+        with returning_within(spec, LOOK):
+            first_look(spec, workers)
 
 
 def check_word(option: str, word: str, known: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from polytempo.door import ModeSource, bring
 from polytempo.errors import PolytempoError
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.protocol.messages import STRANGER_LIMIT
@@ -38,6 +39,8 @@ PATIENCE = 60.0
 
 def serve(config: dict[str, Any]) -> None:
     """Run the server that the configuration describes, until the job ends."""
+    for source in config["modes"]:
+        bring(ModeSource(**source))
     torch.set_num_threads(config["threads"])
     spare_compiler()
     index, pool = config["index"], Pool(SharedMemoryRegistry())

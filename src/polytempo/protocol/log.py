@@ -61,6 +61,7 @@ class Reply(Decided, kw_only=True):
 
     worker: int
     incarnation: int
+    early: bool = False  #: the push that is answered is still to be applied, or dropped
 
 
 class ReadHere(WireMessage):

@@ -148,6 +148,7 @@ class Leave(AnyMessage):
     reason: str
     alone: int = 0  #: steps that it has trained without any exchange, in a job of several workers
     life: int = 0  #: jobs that this process had left before: it may join the next
+    fault: str = ""  #: what the job's mode has done here that no mode may do: the job ends by it
 
 
 class AskWhere(AnyMessage):

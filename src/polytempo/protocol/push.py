@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from polytempo.protocol.values import BufferRange, Position, RowPart, SentBucket, VitalSigns, Want
+from polytempo.sync.fields import Fields
 
 #: Vital signs of steps in a push; of more steps every second, or fewer of the earlier ones.
 MOST_SIGNS = 16
@@ -44,6 +45,7 @@ class Measures(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     gradient_digest: int = 0  #: a digest of the gradient, in the first few pushes
     nonfinite: bool = False
     busy: bool = False  #: sent by the communication thread at a deadline, while the worker computes
+    fields: Fields | None = None  #: what the worker's machine has measured, in modes that declare it
 
     @property
     def taken(self) -> float:

@@ -62,6 +62,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     companions: int = 0  #: of the tensors, the last that are no parameters but are averaged with them
     fallback: str = ""  #: why servers keep the momentum, where the mode would have each worker keep its own
     device: str = ""  #: "cuda" where the worker's parameters are on a GPU; the first worker's decides where the shard is
+    digest: str = ""  #: of the file that the mode was brought from, in this process; empty of one of ours
 
     @property
     def parsed(self) -> Spec:

@@ -7,6 +7,9 @@ moment; a joiner starts at the slowest one's step; `slowest` is true; every acce
 server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the spec names; barrier modes apply nothing
 stale; during a warm start one worker pushes and all others wait for it. Rounds with shares or deadlines, merges of a quorum
 and modes with neighbours: `rounds.py`.
+
+Of a mode that was brought in nothing is known by its name: its bound is what it promises (`sync/promises.py`), it may
+discard what it likes, and its steps are no rounds.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
 from polytempo.records.rounds import MergeChecker, NeighbourRules, RoundChecker
 from polytempo.sync.corrections import Corrections
+from polytempo.sync.promises import stated
 from polytempo.sync.spec import Spec
 
 EVENTS = ("join", "push", "leave", "tick")
@@ -33,11 +37,14 @@ def rules_for(spec: Spec) -> tuple[RecordRule, RecordRule]:
     at `slowest`, and whether it may have to wait."""
     name = spec.mode.name
     argument: Any = spec.arguments[0] if spec.arguments else 0
+    if spec.mode.origin is not None:
+        return _promised(spec)
     if name == "gossip":  # neighbours, checked apart
         return (lambda c, low: True, lambda c, low: c > low)
     if "quorum" in spec.options:  # merges, checked apart
         return (lambda c, low: True, lambda c, low: spec.capabilities.waits and c > low)
-    if name in ("bsp", "bsp+balance") or spec.capabilities.averages:  # rounds, or blocks that end as rounds do
+    averages_rounds = spec.capabilities.averages and spec.capabilities.rounds
+    if name in ("bsp", "bsp+balance") or averages_rounds:  # rounds, or blocks that end as rounds do
         return (lambda c, low: c <= low, lambda c, low: c > low)
     if name == "asup" and "bound" in spec.options:
         name, argument = "ssp", spec.options["bound"]
@@ -54,7 +61,16 @@ def rules_for(spec: Spec) -> tuple[RecordRule, RecordRule]:
         return (lambda c, low: soft or inside(c, low), lambda c, low: not inside(c, low))
     if name in ("bsp+backup", "anytime"):  # rounds, checked apart
         return (lambda c, low: True, lambda c, low: True)
-    return (lambda c, low: True, lambda c, low: False)  # asp, delay, asup, downpour after its warm start
+    if name in ("asp", "delay", "asup", "adpsgd", "downpour"):  # downpour after its warm start
+        return (lambda c, low: True, lambda c, low: False)
+    return _promised(spec)
+
+
+def _promised(spec: Spec) -> tuple[RecordRule, RecordRule]:
+    """The rules that follow from what a mode promises: where it promises nothing, any lead and any wait."""
+    lead = stated(spec.mode.promises.lead, *spec.arguments, **spec.options)
+    waits = stated(spec.mode.promises.waits, *spec.arguments, **spec.options)
+    return (lambda c, low: lead is None or c - low <= lead, lambda c, low: waits is None or c - low > waits)
 
 
 class RecordChecker:
@@ -62,9 +78,11 @@ class RecordChecker:
 
     def __init__(self, spec: Spec, workers: int, members: Sequence[int] = ()) -> None:
         self.spec = spec
+        self._is_ours = spec.mode.origin is None
+        self._name = spec.mode.name if self._is_ours else ""  # of a brought one it says nothing
         self.workers = len(members) or workers
         self._may_start, self._may_wait = rules_for(spec)
-        decoupled = "quorum" in spec.options
+        decoupled = self._is_ours and "quorum" in spec.options
         self._corrections = Corrections(most=spec.options.get("drop")) if decoupled else spec.corrections
         self.lines = 0
         self._t = float("-inf")
@@ -77,13 +95,15 @@ class RecordChecker:
         self._accepted: Counter[int] = Counter()  # accepted pushes by worker
         self._applied: dict[int, Counter[int]] = {}  # the same on each server
         self._round = 0
-        self._warm = math.ceil(spec.options.get("warm", 0) / spec.options.get("push", 1))  # pushes still to be made alone
+        warm = spec.options.get("warm", 0) if self._is_ours else 0
+        self._warm = math.ceil(warm / spec.options.get("push", 1)) if warm else 0  # pushes still to be made alone
         self._alone: int | None = None
         self._begun = False
         self._merges = MergeChecker(spec, self._require) if decoupled else None
-        self._neighbours = NeighbourRules(spec.mode.name == "adpsgd") if spec.capabilities.neighbours else None
-        self._rounds = RoundChecker(spec, self._require) if spec.capabilities.by_speed else None
+        self._neighbours = NeighbourRules(self._name == "adpsgd") if self._is_ours and spec.capabilities.neighbours else None
+        self._rounds = RoundChecker(spec, self._require) if self._is_ours and spec.capabilities.by_speed else None
         self._group: list[RecordLine] = []
+        self._event: RecordLine = {}  # the first line of the group that is taken
 
     def feed(self, line: RecordLine) -> None:
         """Take the next line."""
@@ -96,7 +116,7 @@ class RecordChecker:
         """The record has ended; the number of lines checked."""
         self._take_group()
         for server, applied in self._applied.items():
-            open_round = (self.spec.capabilities.rounds or self._merges) and self._pushed
+            open_round = (self.spec.capabilities.rounds or self._merges or not self._is_ours) and self._pushed
             del applied[-1]
             if applied != self._accepted and not open_round:
                 missing = dict(self._accepted - applied)
@@ -109,6 +129,7 @@ class RecordChecker:
         group, self._group = self._group, []
         if not group:
             return
+        self._event = group[0]
         gives = self._corrections.gives
         stale = {line["worker"] for line in group if line["kind"] == "discard" and gives(line["reason"])}
         dropped = {line["worker"] for line in group if line["kind"] in ("discard", "refuse")}
@@ -134,10 +155,10 @@ class RecordChecker:
         if not self._begun:
             self._begun = True
             self._warm -= line["step"]  # above 0 in a job that goes on from a checkpoint
-        if self.spec.mode.name == "gossip" and self._neighbours and self._neighbours.next_step is not None:
+        if self._name == "gossip" and self._neighbours and self._neighbours.next_step is not None:
             first = self._neighbours.next_step
             self._require(line, line["step"] == first, f"a joiner starts at the first step that none has started, {first}")
-        elif lowest is not None and self.spec.mode.name != "bsp+backup" and not self._rounds:
+        elif lowest is not None and self._name != "bsp+backup" and not self._rounds:
             self._require(line, line["step"] == lowest, f"a joiner starts at the slowest one's step, {lowest}")
         if self._neighbours:
             self._neighbours.joined(worker, line["step"])
@@ -170,6 +191,11 @@ class RecordChecker:
 
     def _discard(self, line: RecordLine) -> None:
         if line["worker"] in self._pushed and not self._corrections.gives(line["reason"]):
+            if not self._is_ours:
+                pushed = [self._event.get(name) for name in ("kind", "worker", "step")]
+                self._accepted[line["worker"]] -= pushed != ["push", line["worker"], line["step"]]  # it waited until now
+                self._discarded.add(line["worker"])
+                return
             self._require(line, self.spec.capabilities.rounds, "discarded, although the mode applies every push")
             if self._rounds is not None:  # a worker that was overdue goes on with the next round
                 self._require(line, line["step"] < self._rounds.number, "discarded, although its round is open")
@@ -180,6 +206,8 @@ class RecordChecker:
 
     def _hold(self, line: RecordLine) -> None:
         worker, step = line["worker"], line["step"]
+        if worker in self._discarded and not self._is_ours:
+            self._pushed[worker] = step
         self._require(line, step == self._pushed.get(worker), "a hold for a step that is not the worker's next")
         self._require(
             line, len(line["waiting_for"]) == min(line["waiting_count"], 8), "waiting_for and waiting_count differ"
@@ -193,7 +221,8 @@ class RecordChecker:
             assert lowest is not None
             self._require(line, self._may_wait(step, lowest), f"held without need: the slowest is at {lowest}")
             behind = all(self._pushed.get(other, step) < step for other in line["waiting_for"])
-            self._require(line, behind and line["waiting_count"] > 0, "waits for a worker that is not behind")
+            named = behind and line["waiting_count"] > 0
+            self._require(line, named or not self._is_ours, "waits for a worker that is not behind")
             if self._neighbours:
                 awaited = self._neighbours.awaited(worker, step)
                 known = set(line["waiting_for"]) <= set(awaited) and line["waiting_count"] == len(awaited)
@@ -222,13 +251,13 @@ class RecordChecker:
             self._alone = worker
 
     def _check_bound(self, line: RecordLine, lowest: int) -> None:
-        worker, step, name = line["worker"], line["step"], self.spec.mode.name
+        worker, step = line["worker"], line["step"]
         ahead = step - self._pushed[worker]
         allowed = self.spec.capabilities.ahead
         self._require(line, 0 <= ahead <= allowed, f"{ahead} ahead of its own finished exchanges, allowed {allowed}")
         if not allowed:
             self._require(line, self._may_start(step, lowest), f"breaks {self.spec.text}: the slowest is at {lowest}")
-        if name == "bsp+backup" and step > self._round:  # the first release of a round: the one before has just closed
+        if self._name == "bsp+backup" and step > self._round:  # the first release of a round: the one before has just closed
             self._round = step
             needed = min(self.workers - self.spec.arguments[0], len(self._pushed))
             arrived = self._arrivals[step - 1]
@@ -245,7 +274,8 @@ class RecordChecker:
         dropped = next(filter(None, (self._corrections.verdict(stale).drop for stale in line["staleness"])), "")
         self._require(line, not dropped, f"applied, although {dropped}")
         can = self.spec.capabilities
-        at_once = (can.rounds or self._neighbours) and not can.keeps_late  # a late micro-batch may count a round later
+        in_rounds = can.rounds or self._neighbours if self._is_ours else can.common
+        at_once = in_rounds and not can.keeps_late  # a late micro-batch may count a round later
         fresh = not at_once or not any(line["staleness"])
         self._require(line, fresh and min(line["staleness"], default=0) >= 0, "a staleness that cannot be")
 

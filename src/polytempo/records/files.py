@@ -16,7 +16,7 @@ from typing import Any
 from polytempo.checkpoints import write_file
 from polytempo.errors import RecordError, UsageError
 from polytempo.records.lines import MAIN, RecordLine
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec, parse_spec, source_in
 
 EVENTS = "events.jsonl"
 META = "meta.json"
@@ -85,6 +85,12 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
 def spec_of(meta: Mapping[str, Any], optimizer_id: str = MAIN) -> Spec:
     """The mode of a recorded optimizer, with what it left to the script's optimizer; of one that is not named, the job's."""
     return parse_spec(meta.get("job", {}).get("optimizers", {}).get(optimizer_id, meta["spec"]))
+
+
+def modes_in(meta: Mapping[str, Any]) -> dict[str, str]:
+    """The modes of a record, as texts: the job's and those of its optimizers, each with the digest of its file."""
+    texts, digests = (meta["spec"], *meta.get("job", {}).get("optimizers", {}).values()), meta.get("modes", {})
+    return {text: digests.get(source_in(text), "") for text in texts}
 
 
 def refused_modes(meta: Mapping[str, Any]) -> tuple[str, ...]:

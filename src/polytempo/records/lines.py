@@ -12,6 +12,7 @@ from polytempo.errors import RecordError
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
 from polytempo.sync.directives import NextBlock, NextDeadline, NextMixing, NextShares
 from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
+from polytempo.sync.fields import Fields, fields
 
 RecordLine = dict[str, Any]
 
@@ -35,6 +36,7 @@ def event_line(event: Event, now: float, figures: RecordLine | None = None) -> R
         measured = event.measured
         more: RecordLine = {"count": event.count if event.count != 1 else None, "loss": measured.loss, "lr": measured.lr}
         more |= {"work": measured.work, "computed": measured.computed, "drawn": measured.drawn and list(measured.drawn)}
+        more["fields"] = None if measured.fields is None else dict(measured.fields.pairs)
         line |= {name: value for name, value in more.items() if value is not None}
         line |= {name: value for name, value in (figures or {}).items() if name not in line}
         return line if not event.hyper else {**line, "hyper": dict(event.hyper)}
@@ -68,6 +70,8 @@ def _release_details(release: Release) -> RecordLine:
     match release.directive:
         case NextBlock(period):
             details["period"] = period
+        case Fields(pairs=told_of_it):
+            details["told"] = dict(told_of_it)
         case NextShares(weights, since) if weights and not release.repeats:
             details["weights"] = [list(pair) for pair in weights]
             if since is not None:
@@ -102,7 +106,8 @@ def event_of(line: RecordLine) -> Event | None:
             hyper = tuple(line.get("hyper", {}).items())
             drawn = tuple(line["drawn"]) if "drawn" in line else None
             told = {name: line[name] for name in ("loss", "lr", "work", "computed") if name in line}
-            measured = Measured(**told, drawn=drawn)
+            own = fields(**line["fields"]) if "fields" in line else None
+            measured = Measured(**told, drawn=drawn, fields=own)
             return Pushed(line["worker"], line["step"], line.get("samples", 1), hyper, line.get("count", 1), measured)
         if kind == "join":
             return Joined(line["worker"])

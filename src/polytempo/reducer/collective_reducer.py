@@ -369,7 +369,8 @@ class CollectiveReducer(Reducer):
     def _start(self, params: Sequence[torch.Tensor]) -> None:
         """Check that all ranks optimize the same, and start from the values of the first."""
         group, spec = self.voters.group, self.spec
-        head = [f"sync {spec.sync}", f"optimizer {spec.optimizer}", f"clip_norm {spec.clip_norm}"]
+        file = f" of a file with the digest {spec.digest}" if spec.digest else ""
+        head = [f"sync {spec.sync}{file}", f"optimizer {spec.optimizer}", f"clip_norm {spec.clip_norm}"]
         tensors = [f"parameter {t.name} of {t.dtype}{list(t.shape)} in group {t.group}" for t in spec.tensors]
         text = "\n".join([*head, f"{len(tensors)} parameters", *tensors])
         if len(set(gather_bytes(group, digest_of(text).to_bytes(8, "little")))) > 1:

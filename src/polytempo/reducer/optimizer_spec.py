@@ -101,6 +101,7 @@ class SpecBuilder:
             Feature.SELECTION: self._compression.push.selects,
             Feature.COMPRESSION_AMONG_WORKERS: lossy and among_workers,
             Feature.COMPRESSED_CHANGES: lossy and here,
+            Feature.COMPRESSED_VALUES: lossy,
         }
         check_features(self._spec, wanted, optimizer=type(self._inner).__name__, compression=self._compression.push.text)
 
@@ -138,6 +139,7 @@ class SpecBuilder:
             refused=self.refused,
             inner=type(self._inner).__name__,
             fallback=self._fallback,
+            digest=self._spec.digest,
         )
 
     def of_values(
@@ -162,6 +164,7 @@ class SpecBuilder:
         """
         sync, lossy, name = self._spec.text, not self._compression.is_lossless, type(self._inner).__name__
         more: dict[str, Any] = {"members": self.members, "refused": self.refused, "inner": name, "companions": companions}
+        more["digest"] = self._spec.digest
         if not on_servers:
             return OptimizerSpec(sync, "peers", name, tensors, hyper, self._clip_norm, **more)
         if not steps and not lossy:

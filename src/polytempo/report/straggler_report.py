@@ -218,7 +218,8 @@ def _throughput(spec: Spec, paces: JobPaces, without: Straggler | None = None, n
         # of a step of an even share, without its exchange
         own = [(step.total if paces.dealt else step.own) - step.network for step in steps_of]
         seconds = [value - removed.get(i, 0.0) + away * local for i, value in zip(kept, own, strict=True)]
-        divided = [value / step.steps if local else value for value, step in zip(seconds, steps_of, strict=True)]
+        each = local or not paces.dealt  # a recorded push may hold local steps; what was dealt holds micro-batches of one
+        divided = [value / step.steps if each else value for value, step in zip(seconds, steps_of, strict=True)]
         times[rank] = Trace(tuple(max(value, LEAST * paces.typical) for value in divided))
     fixed = {rank: paces.fixed.get(pace.worker, 0.0) for rank, pace in enumerate(paces.workers)}
     cluster = Cluster(workers=count, step_times=times, batch=BATCH, links=links, fixed_times=fixed)
@@ -251,12 +252,13 @@ def _removed(pace: WorkerPace, paces: JobPaces, one: Straggler) -> Mapping[int, 
 # The end of a run.
 
 
-def closing_line(report: StragglerReport, record: str = "") -> str:
+def closing_line(report: StragglerReport, record: str = "", modes: str = "") -> str:
     """What is said at the end of a run: its most expensive finding and what would help; empty where that is worth nothing.
 
     Args:
         report: The findings.
         record: Where more can be read of them.
+        modes: The file of the job's mode, which reading the record needs; empty where it is one of ours.
     """
     told = [cost for cost in report.costs if _worth(cost.share, cost.seconds)]
     if not told:
@@ -264,7 +266,8 @@ def closing_line(report: StragglerReport, record: str = "") -> str:
     cost = max(told, key=lambda one: one.share)  # the first of those that are alike
     words = f"{found_in_words(cost.straggler)}; {_cost(cost)}{_remedy(cost, report)}"
     more = counted(len(told) - 1, "more finding") if len(told) > 1 else "more" if record else ""
-    return f"{words} ({more}{f': polytempo explain {shlex.quote(record)}' if record else ''})" if more else words
+    explain = shlex.join(["polytempo", "explain", record, *(["--mode", modes] if modes else [])])
+    return f"{words} ({more}{f': {explain}' if record else ''})" if more else words
 
 
 def _worth(share: float, seconds: float) -> bool:

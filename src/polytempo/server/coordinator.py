@@ -168,7 +168,8 @@ class WorkerMessages:
         self._job.calls.pop(sender.rank, None)
         if message.alone > 0:
             self._job.alone[sender.rank] = message.alone
-        return self._job.left(sender.rank, sender.incarnation, message.reason, now)
+        effects = self._job.left(sender.rank, sender.incarnation, message.reason, now)
+        return effects + (self._job.stop(message.fault) if message.fault else [])
 
     def _waiting(self, sender: Hello, message: AskWhere, now: float) -> list[LoopEffect]:
         check_where(message, self._sequencer.plan.size)

@@ -66,6 +66,7 @@ from polytempo.server.shard_executor import EndShares, KeepHere, PullHere, Shard
 from polytempo.server.validation import check_fit, check_hyper, check_keep, check_push, check_state
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
+from polytempo.transport.shared_memory import Borrowed
 
 #: Receipts that are kept of one worker.
 RECEIPT_LIMIT = 1 << 12
@@ -434,9 +435,12 @@ class ShardInbox:
         for entry in entries:
             match entry:
                 case Reply():
+                    answered = PushId(entry.optimizer_id, entry.worker, entry.incarnation, entry.exchange)
+                    if entry.early:
+                        self._keep_copy(answered)
                     self._executor.put(entry, {})
-                    if self._arrived:  # what a repeat brought once more
-                        self._arrived.pop(PushId(entry.optimizer_id, entry.worker, entry.incarnation, entry.exchange), None)
+                    if self._arrived and not entry.early:  # what a repeat brought once more
+                        self._arrived.pop(answered, None)
                 case Update():
                     self._executor.put(entry, {part.id: self._arrived.pop(part.id) for part in entry.parts})
                 case LoadState(again=True):
@@ -453,6 +457,19 @@ class ShardInbox:
                     self._forget(entry)
                 case _:
                     self._executor.put(entry, {})
+
+    def _keep_copy(self, identity: PushId) -> None:
+        """A worker is answered before its push is applied: it may write to that memory from now on, if it is its own."""
+        push, buffers = self._arrived[identity]
+        copies: list[PushBuffer] = []
+        for buffer in buffers:
+            if isinstance(buffer, Borrowed):
+                copy = self._executor.pool.take(buffer.nbytes)
+                copy[:] = buffer
+                copies.append(copy)
+            else:
+                copies.append(buffer)
+        self._arrived[identity] = push, copies
 
     def disconnected(self, sender: Hello) -> None:
         """A worker's connection has ended: what it was writing is not complete, and its memory is not used any more."""

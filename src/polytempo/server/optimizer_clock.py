@@ -213,6 +213,9 @@ class OptimizerClock:
         certain = budget.certain(self.is_main and self.in_step) if slot.fenced else 0
         slot.certain = max(slot.certain - 1, certain)
         reply = self.answer(release.worker, slot.exchange)
+        if self.spec.capabilities.early:
+            answered = PushId(self.name, release.worker, slot.incarnation, slot.exchange)
+            reply.early = any(push.id == answered for push in self.pending())
         slot.checkpoint = ""
         return reply
 
@@ -290,6 +293,10 @@ def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobP
     if list(members) != sorted(set(members)) or not set(members) <= set(range(size)):
         raise UsageError(f"optimizer {name}: expected some of the ranks 0 to {size - 1} as its group, got {list(members)}")
     spec = optimizer_spec.parsed
+    if optimizer_spec.digest != spec.digest:
+        raise UsageError(
+            f"the file of {spec.text} at worker {worker} is not that of the servers; copy the same one to all hosts"
+        )
     policy = spec.policy(size, members)
     if not name.endswith(MEAN):
         policy.begin_at(plan.first_push)
@@ -323,6 +330,7 @@ def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSp
 _COMPARED = {
     "members": "the group",
     "sync": "sync",
+    "digest": "the digest of the mode's file",
     "apply": "apply",
     "optimizer": "the optimizer",
     "clip_norm": "clip_norm",

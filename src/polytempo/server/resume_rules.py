@@ -87,6 +87,7 @@ def proposal_of(spec: OptimizerSpec) -> dict[str, Any]:
     tensors = [[info.name, list(info.shape), info.dtype, info.group] for info in spec.tensors]
     tables = [list(structs.astuple(info)) for info in spec.tables]
     facts = {name: getattr(spec, name) for name in ("apply", "optimizer", "sync", "inner", "companions")}
+    facts |= {"digest": spec.digest} if spec.digest else {}
     return {**facts, "tensors": tensors, "tables": tables}
 
 
@@ -102,6 +103,13 @@ def holding_in(manifest: Mapping[str, Any], optimizer_id: str) -> Holding:
         tuple(TableInfo(*described) for described in saved.get("tables", [])),
         saved.get("companions", 0),
     )
+
+
+def modes_in(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The modes of a checkpoint, as texts, each with the digest of its file; of ours that is empty."""
+    proposals = [track["proposal"] for track in manifest.get("tracks", {}).values() if "proposal" in track]
+    found = {one["sync"]: one.get("digest", "") for one in proposals if "sync" in one}
+    return {manifest["sync"]: "", **found} if "sync" in manifest else found
 
 
 def companions_in(manifest: Mapping[str, Any]) -> tuple[str, ...]:

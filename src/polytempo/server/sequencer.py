@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from polytempo.checkpoints import step_name
-from polytempo.errors import OrderError, UsageError
+from polytempo.errors import ModeError, OrderError, UsageError
 from polytempo.protocol.log import Drop, ForgetWorker, LoadState, ReadHere, Reply, Save, Seed, Setup
 from polytempo.protocol.messages import Departed, Held, LeaseSamples, MetricReport, Push, ReadRequest, Refused, SendSeed
 from polytempo.protocol.push import Content, FirstValues, Measures, NewState, NewValues
@@ -37,6 +37,7 @@ from polytempo.server.resume_rules import holding_in, holding_of, resumption
 from polytempo.server.sample_ledger import SampleLedger
 from polytempo.sync.actions import Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
+from polytempo.sync.fields import trouble
 
 #: Digits of figures in records.
 MICROSECONDS = 6
@@ -74,7 +75,10 @@ class PolicyRunner:
 
     def feed(self, clock: OptimizerClock, event: Event, now: float, figures: RecordLine | None = None) -> list[Effect]:
         """Give the policy an event; what its actions and the record ask for. `figures`: more for the event's line."""
-        actions = clock.policy.handle(event, now)
+        try:
+            actions = clock.policy.handle(event, now)
+        except ModeError as error:  # of a mode that was brought in: what it would do next cannot be known
+            return [StopJob(str(error))]
         self._budget.check(now)
         effects = self._written(clock, partial(event_line, figures=figures) if figures else event_line, event, now)
         last = {action.worker: action.step for action in actions if isinstance(action, Release)}
@@ -322,6 +326,8 @@ class Sequencer:
         if push.id.step <= slot.exchange:
             held = push.id.step == slot.exchange and slot.answered < slot.exchange  # its release will be the answer
             return [] if held else [ToShards(clock.answer(worker, push.id.step))]
+        if wrong := trouble(push.measures.fields, clock.spec.mode.measures):
+            return [*self._drop(push.id), refusal(worker, f"a push was refused: it measures {wrong}")]
         if clock.spec.capabilities.ahead and push.id.step > slot.exchange + 1:
             slot.ahead[push.id.step] = push  # one before it was lost on the way, and will be sent again
             return []
@@ -339,6 +345,8 @@ class Sequencer:
             event.measured = Measured(None, None, measures.work, measures.computed, measures.drawn)
         elif measures.loss is not None or measures.lr is not None:
             event.measured = Measured(measures.loss, measures.lr)
+        if clock.spec.mode.measures and measures.fields is not None:
+            event.measured = replace(event.measured, fields=measures.fields)
         if clock.spec.capabilities.averages or clock.spec.capabilities.by_speed:
             event.count = measures.count
         figures = push_figures(measures, slot.waited) if self.plan.recorded else None

@@ -354,7 +354,7 @@ class Shard:
                 self.values[dtype].add_(change, alpha=rate)
         elif isinstance(first.body, PushedValues) or self.averages:
             for dtype, value in mean.items():
-                self.values[dtype].copy_(value)
+                self.values[dtype].copy_(value) if rate == 1.0 else self.values[dtype].lerp_(value, rate)
         else:
             if self.optimizer_spec.clip_norm is not None and barrier:
                 mean = self._clipped(mean, self.optimizer_spec.clip_norm, total)

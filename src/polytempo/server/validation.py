@@ -204,6 +204,8 @@ def check_end(end: Leave | Gone, size: int) -> None:
     """Refuse the end of a worker that cannot be."""
     if not 0 <= end.worker < size or end.reason not in REASONS:
         raise PeerError(f"the end of worker {end.worker} ({end.reason[:40]}) was refused; this job has {size} workers")
+    if isinstance(end, Leave) and not (end.fault.isprintable() and len(end.fault) <= LINE):
+        raise PeerError(f"the end of worker {end.worker} was refused: its cause is no part of a line")
 
 
 def check_expecting(message: Expecting, size: int) -> None:

@@ -28,7 +28,8 @@ from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ExitThread, ended_badly, watch_exit
 from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
 from polytempo.device.device import Devices
-from polytempo.errors import JobEnded, PeerError, UsageError, trained_alone
+from polytempo.door import bring, check_shared, spec_of_script
+from polytempo.errors import JobEnded, ModeError, PeerError, UsageError, trained_alone
 from polytempo.launcher.job_facts import (
     Emulation,
     JobFacts,
@@ -48,7 +49,8 @@ from polytempo.session.lone_training import LoneTraining
 from polytempo.session.round_clock import RoundClock
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.machine import MachineEntry
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.mode import Mode
+from polytempo.sync.spec import Spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import scheme_of
 from polytempo.transport.connect import connect
@@ -67,6 +69,8 @@ MEETING = 120.0
 AFTER_COLLECTIVES = 1.0
 #: Seconds for which a rank that has lost another listens to the coordinator at a time.
 LISTEN = 0.05
+#: Characters of a fault that others are told.
+LONGEST_FAULT = 400
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
 MEASURED = 1 << 10
 
@@ -161,9 +165,16 @@ class Session:
         """Seconds of computing since the last exchange."""
         return now - self._returned - self._excluded
 
-    def spec_of(self, sync: str | None) -> Spec:
-        """The mode that a script asks for: the job's where it names none."""
-        return parse_spec(sync) if sync else self.job.spec
+    def spec_of(self, sync: str | Mode | Spec | None) -> Spec:
+        """The mode that a script asks for: the job's where it names none.
+
+        Raises:
+            UsageError: It is an object, or an installed mode, that the servers of this job do not have.
+        """
+        spec = spec_of_script(sync) if sync else self.job.spec
+        if self.job.addresses:  # servers are other processes
+            check_shared(spec, self.job.modes)
+        return spec
 
     @property
     def emulation(self) -> Emulation:
@@ -294,6 +305,14 @@ class Session:
         finally:
             self._end(politely=reason == "finished")
 
+    def fail(self, fault: str) -> None:
+        """End, and the job with it: its mode has done what no mode may do. All are told in one line."""
+        self._end_threads()
+        client, self.client = self.client, None
+        if client is not None:
+            shown = "".join(letter for letter in fault if letter.isprintable())[:LONGEST_FAULT]
+            client.leave("failed", fault=shown)
+
     def _end_threads(self) -> None:
         for end in self.closing:
             end()
@@ -406,7 +425,7 @@ _lives = 0  # jobs that this process has left
 def init(
     job: str | None = None,
     rank: int | None = None,
-    sync: str | None = None,
+    sync: str | Mode | Spec | None = None,
     *,
     address: str | None = None,
     key_file: str | None = None,
@@ -423,7 +442,8 @@ def init(
     Args:
         job: The launcher's job file, for processes that were started by hand; by default the environment names it.
         rank: This worker's rank, with `job`.
-        sync: The synchronisation mode where another launcher than `polytempo run` started the job; `bsp` by default.
+        sync: The synchronisation mode where another launcher than `polytempo run` started the job, as a text or an object;
+            `bsp` by default.
         address: HOST:PORT on the host of rank 0, where ranks on several hosts meet; torchrun says it by itself.
         key_file: The key file that all ranks share, written by `polytempo key`; "insecure" on a trusted network.
         min_workers: Without servers, the job goes on after a rank is lost while at least this number of ranks is left; all
@@ -465,7 +485,7 @@ def init(
     limit = seconds_of(TIMEOUT if timeout is None else timeout)
     found = job_of_environment() if job is None else (read_job(job), 0)
     if found is None:
-        spec = parse_spec(sync or "bsp")
+        spec = spec_of_script(sync or "bsp")
         if host_timeout is not None and not host_timeout >= 1:
             raise UsageError(f"expected host_timeout of at least 1 second, got {host_timeout:g}")
         _session = _without_servers(spec, way_of(address, key_file), min_workers, host_timeout, limit)
@@ -480,6 +500,14 @@ def init(
     watch_exit()
     if not isinstance(sys.excepthook, _Ending):
         sys.excepthook = _Ending(sys.excepthook)
+    if found is not None:
+        _bring(found[0])  # a file that fails here ends the job, in one line, as of now
+
+
+def _bring(facts: JobFacts) -> None:
+    """Load the modes that the launcher of this host names, before any text is read."""
+    for source in facts.modes:
+        bring(source)
 
 
 def seconds_of(timeout: float | timedelta) -> float | None:
@@ -495,6 +523,7 @@ def _of_a_child(parent: str) -> Session:
     found = job_of_environment()
     placement = placement_of_environment() if found is None else None
     if found is not None:
+        _bring(found[0])
         session = Session(None, *found)
     elif placement is not None:
         first = placement.rank - placement.local_rank
@@ -556,6 +585,11 @@ class _Ending:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, JobEnded):
             sys.stderr.write(f"{TOLD_TO_END}{' '.join(str(error).split())}\n")
+        elif isinstance(error, ModeError):  # it names file and line itself, and no line of the script is to blame
+            said = " ".join(str(error).split())
+            sys.stderr.write(f"polytempo: {said}\n")
+            if (session := _session) is not None and not session.parent:
+                session.fail(said)
         else:
             note_gpu(error, rank() if is_initialized() else 0)
             self._before(kind, error, shown_frames(error, trace))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from polytempo.records.lines import RecordLine
@@ -26,7 +26,8 @@ from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, DealtSamples, MicroB
 from polytempo.summation import in_order
 from polytempo.sync import machine as machines
 from polytempo.sync.actions import Action, Apply, Release
-from polytempo.sync.events import Event, Measured, Pushed
+from polytempo.sync.events import NOT_MEASURED, Event, Measured, Pushed
+from polytempo.sync.fields import Fields
 from polytempo.sync.machine import Orders, WorkerMachine
 from polytempo.sync.policy import Policy
 from polytempo.sync.shares import cut
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 #: How each kind of order is performed.
 Performs = dict[type, Callable[[Any, Worker, float], None]]
+
+
+def own_measures(measured: Fields | None) -> Measured:
+    """What a push says where its worker's machine alone has measured something."""
+    return NOT_MEASURED if measured is None else Measured(fields=measured)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +55,7 @@ class Sent:
     seconds: float  #: that these took
     version: int  #: that they were computed on
     content: Any  #: what the trainer has made, or the micro-batches
+    measured: Fields | None  #: what the worker's machine has measured
 
 
 @dataclass(slots=True)
@@ -95,7 +102,7 @@ class Freight:
 
     def push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
         worker.messages += self.engine.route is not None
-        self.engine.send(worker.machine.step - 1, worker, now, worker.reading)
+        self.engine.send((worker.machine.step - 1, order.measured), worker, now, worker.reading)
 
     def computed(self, worker: Worker) -> None:
         """A step was computed, and what follows is not performed yet."""
@@ -103,7 +110,8 @@ class Freight:
     def event(self, told: Any, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         """What its policy hears of a push that has arrived."""
         worker.used = version
-        return self.engine.clocks[0], Pushed(worker.rank, told, worker.batch)
+        step, measured = told
+        return self.engine.clocks[0], Pushed(worker.rank, step, worker.batch, measured=own_measures(measured))
 
     def figures(self, worker: Worker) -> RecordLine:
         """What a worker of a live job would tell of its own time for the step that it has pushed."""
@@ -169,7 +177,7 @@ class Carried(Freight):
             cargo.bases[0] = worker.reading
 
     def push_step(self, order: machines.PushStep, worker: Worker, now: float) -> None:
-        self._send(machines.SendPush(worker.machine.step - 1), worker, now)
+        self._send(machines.SendPush(worker.machine.step - 1, measured=order.measured), worker, now)
 
     def _send(self, order: machines.SendPush, worker: Worker, now: float) -> None:
         cargo, part = worker.cargo, order.part
@@ -185,7 +193,7 @@ class Carried(Freight):
         else:
             content = self.trainer.send(worker.rank, part)
             samples = worker.batch * order.count
-        sent = Sent(order.step, part, order.count, samples, seconds, version, content)
+        sent = Sent(order.step, part, order.count, samples, seconds, version, content, order.measured)
         if self.engine.route is not None:
             worker.messages += 1
             cargo.flights.append(sent)
@@ -193,7 +201,7 @@ class Carried(Freight):
 
     def _install(self, order: machines.Install, worker: Worker, now: float) -> None:
         worker.weights = worker.cargo.fetched
-        self.trainer.install(worker.rank, order.part)
+        self.trainer.install(worker.rank, order.part, order.pull)
 
     def _request(self, order: machines.RequestValues, worker: Worker, now: float) -> None:
         worker.cargo.fetched = self.engine.updates - worker.cargo.applied
@@ -211,6 +219,8 @@ class Carried(Freight):
         if told in flights:
             flights.remove(told)
         push = self.pushed(told, worker)
+        if told.measured is not None:
+            push.measured = replace(push.measured, fields=told.measured)
         worker.used = told.version
         clock.sent.setdefault((worker.rank, told.step), deque()).append(told)
         return clock, push
@@ -486,7 +496,8 @@ class ModelsOfWorkers(Freight):
 
     def event(self, told: machines.SendPush, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         worker.used = self.engine.updates
-        return self.engine.clocks[0], Pushed(worker.rank, told.step, worker.batch if told.count else 0)
+        samples = worker.batch if told.count else 0
+        return self.engine.clocks[0], Pushed(worker.rank, told.step, samples, measured=own_measures(told.measured))
 
     def applied(self, clock: FragmentClock, apply: Apply) -> int:
         """A worker's own steps are never stale; one that only takes part has made none."""

@@ -13,13 +13,8 @@ from typing import Any
 
 from polytempo.errors import UsageError
 from polytempo.simulate.cluster import Cluster
-from polytempo.sync.spec import Spec, parse_spec
+from polytempo.sync.spec import Spec, spec_of
 from polytempo.version import VERSION
-
-
-def spec_of(sync: str | Spec) -> Spec:
-    """A mode, parsed."""
-    return parse_spec(sync) if isinstance(sync, str) else sync
 
 
 @dataclass(frozen=True)
@@ -118,8 +113,10 @@ def meta_of(outcome: Outcome, cluster: Cluster, seed: int) -> dict[str, Any]:
     workers = result.pop("workers")
     if outcome.fragments > 1:  # each has lines of its own, as in a live job
         result["optimizers"] = {str(fragment): outcome.sync for fragment in range(outcome.fragments)}
+    origin = outcome.spec.mode.origin
     return {
         "spec": outcome.sync,
+        **({"modes": origin.digests} if origin is not None and origin.digest else {}),
         "size": cluster.workers,
         "options": {"via": outcome.via, "servers": cluster.servers.shards, "model_bytes": cluster.model_bytes},
         "versions": {"polytempo": VERSION, "python": platform.python_version()},

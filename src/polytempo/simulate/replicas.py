@@ -205,7 +205,7 @@ class SteppedReplica(Replica):
     def fetch(self, part: int, newest: FetchedValues) -> None:
         self._fetched = newest
 
-    def install(self, part: int) -> FetchedValues:
+    def install(self, part: int, pull: float = 1.0) -> FetchedValues:
         assert self._fetched is not None
         fetched, self._fetched = self._fetched, None
         self.values = self._walk(fetched.values, self.kept)
@@ -270,14 +270,18 @@ class BlockReplica(Replica):
     def fetch(self, part: int, newest: FetchedValues) -> None:
         self._fetched[part] = newest
 
-    def install(self, part: int) -> FetchedValues:
+    def install(self, part: int, pull: float = 1.0) -> FetchedValues:
         fetched, sent, fragment = self._fetched[part], self._sent[part], self._fragments[part]
         self._sent[part], self._base[part] = None, fetched.values
         self.values = list(self.values)
         if sent is None:
             self.values[fragment] = fetched.values
             return fetched
-        self.values[fragment] = with_change(self.values[fragment], fetched.values, sent)
+        if pull == 1.0:
+            self.values[fragment] = with_change(self.values[fragment], fetched.values, sent)
+        else:
+            ways = zip(self.values[fragment], fetched.values, sent, strict=True)
+            self.values[fragment] = [own + pull * (new - old) for own, new, old in ways]
         kept = self.optimizer.state
         for place, parameter in enumerate(self.parameters[fragment]):
             if self._averaging.state == "reset":

@@ -27,7 +27,7 @@ from polytempo.records.lines import RecordLine, action_line, apply_line, event_l
 from polytempo.simulate.cluster import Cluster, stretched
 from polytempo.simulate.freight import KINDS, FragmentClock, Freight, Performs
 from polytempo.simulate.links import ALGORITHMS, Route, best_all_reduce, make_route
-from polytempo.simulate.outcome import Budget, Outcome, WorkerOutcome, spec_of
+from polytempo.simulate.outcome import Budget, Outcome, WorkerOutcome
 from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
 from polytempo.summation import in_order
 from polytempo.sync import actions as policy_actions
@@ -36,8 +36,9 @@ from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, 
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
 from polytempo.sync.machine import Orders, WorkerEvent
+from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
-from polytempo.sync.spec import Spec
+from polytempo.sync.spec import Spec, spec_of
 
 if TYPE_CHECKING:
     from polytempo.simulate.virtual_model import VirtualModel
@@ -208,7 +209,7 @@ class Engine:
         orders = machine.handle(COMPUTED, now) if told is None else told
         if orders is PUSHES and self._instant:
             worker.used = version
-            self._feed(self._first, Pushed(worker.rank, machine.step - 1, worker.batch), now)
+            self._feed(self._first, Pushed(worker.rank, machine.step - 1, worker.batch), now)  # measured nothing: `PUSHES`
             if worker.leaving:
                 self.leave(now, worker)
             return
@@ -487,7 +488,7 @@ def deadlock_report(policy: Policy, workers: Sequence[Worker]) -> str:
 
 def simulate_job(
     cluster: Cluster,
-    sync: str | Spec,
+    sync: str | Mode | Spec,
     *,
     via: str = "auto",
     seed: int = 0,
@@ -502,7 +503,7 @@ def simulate_job(
 
     Args:
         cluster: The machines and links.
-        sync: The mode, such as `"ssp:3"`.
+        sync: The mode, such as `"ssp:3"`, or one of your own: `K_BATCH(2)`.
         via: `"ps"`, `"allreduce"` (its cheapest algorithm on this cluster) or the name of one; `"auto"` is `"ps"`,
             `"allreduce"` where models are averaged, and `"peers"` where they are mixed with those of neighbours.
         seed: Of everything random.

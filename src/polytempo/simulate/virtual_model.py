@@ -117,7 +117,7 @@ class ValueUpdates:
         #: The newest of each fragment that a worker has taken: an average is worth nothing while it is on its way.
         self.taken = list(self.newest)
 
-    def merge(self, part: int, sent: Sequence[SentValues], weights: Sequence[float]) -> None:
+    def merge(self, part: int, sent: Sequence[SentValues], weights: Sequence[float], rate: float) -> None:
         total, own = sum(weights), self._parameters[self.fragments[part]]
         if not total > 0:  # workers that finish have sent nothing new
             return
@@ -130,7 +130,7 @@ class ValueUpdates:
                 self._outer[part].step(mean, sent[0].rates)
             else:
                 for parameter, value in zip(own, mean, strict=True):
-                    parameter.copy_(value)
+                    parameter.copy_(value) if rate == 1.0 else parameter.lerp_(value, rate)
         state: State = []
         for every in zip(*(one.state for one in sent), strict=True):  # none, where it is not averaged
             names = sorted(set.intersection(*map(set, every)))
@@ -240,9 +240,9 @@ class VirtualModel:
             newest = FetchedValues(self.versions.newest, cloned(self._parameters))
         self.replicas[worker].fetch(part, newest)
 
-    def install(self, worker: int, part: int) -> None:
-        """They have arrived: the worker goes on from them, with its own steps that they lack."""
-        taken = self.replicas[worker].install(part)
+    def install(self, worker: int, part: int, pull: float = 1.0) -> None:
+        """They have arrived: the worker goes on from them, with its own steps that they lack; or goes a part of the way."""
+        taken = self.replicas[worker].install(part, pull)
         if self._means is not None and taken.number > self._means.taken[part].number:
             self._means.taken[part] = taken
 
@@ -292,7 +292,7 @@ class VirtualModel:
         """
         if self._means is not None:
             weights = apply.weights or [push.samples for push in apply.pushes]
-            self._means.merge(part, contents, weights)
+            self._means.merge(part, contents, weights, apply.rate)
         elif self._brings != "nothing":
             self._update(apply, versions, contents)
         self.spread.look()

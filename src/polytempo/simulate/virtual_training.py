@@ -16,11 +16,12 @@ from polytempo.errors import UsageError, WrongType
 from polytempo.optim.worker_momentum import known_name
 from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster
-from polytempo.simulate.outcome import Outcome, spec_of
+from polytempo.simulate.outcome import Outcome
 from polytempo.simulate.replicas import LossFn, OptimizerFactory, Shards, trainable
 from polytempo.simulate.run import simulate_job
 from polytempo.simulate.virtual_model import VirtualModel
-from polytempo.sync.spec import Spec
+from polytempo.sync.mode import Mode
+from polytempo.sync.spec import Spec, spec_of
 from polytempo.tasks import TensorPair
 
 MetricFn = Callable[[torch.Tensor, torch.Tensor], float]
@@ -64,7 +65,7 @@ def train_virtually(
     data: tuple[Any, Any],
     loss: LossFn,
     *,
-    sync: str = "bsp",
+    sync: str | Mode | Spec = "bsp",
     cluster: Cluster | None = None,
     via: str = "auto",
     optimizer: OptimizerFactory = sgd,
@@ -82,8 +83,9 @@ def train_virtually(
         model: The model; it is not changed.
         data: (train, test), each a pair of tensors or a data set.
         loss: A function of outputs and targets.
-        sync: The mode, such as `"ssp:3"`. What it leaves to the optimizer is written out in the outcome and the record, as
-            in a live job: `asp` with SGD and momentum is `asp,momentum=lookahead,spike=1.5`.
+        sync: The mode, such as `"ssp:3"`, or one of your own: `K_BATCH(2)`. What it leaves to the optimizer is written out
+            in the outcome and the record, as in a live job: `asp` with SGD and momentum is
+            `asp,momentum=lookahead,spike=1.5`.
         cluster: The machines and links; four equal workers by default.
         via: As in `simulate_job`.
         optimizer: Makes an optimizer from a list of parameters; plain SGD at 0.1 by default.
@@ -144,7 +146,7 @@ def as_tensors(data: Any, name: str) -> TensorPair:
     return inputs, targets
 
 
-def settled_spec(sync: str, model: nn.Module, optimizer: OptimizerFactory, workers: int) -> Spec:
+def settled_spec(sync: str | Mode | Spec, model: nn.Module, optimizer: OptimizerFactory, workers: int) -> Spec:
     """A mode with what it leaves to the optimizer written out, as a live job of this number of workers has it."""
     made = optimizer(trainable(model))
     return spec_of(sync).settled(known_name(made), made.param_groups, workers=workers)

@@ -43,7 +43,8 @@ class Release:
 
 @dataclass(slots=True)
 class Apply:
-    """Make one update of these pushes: their mean weighted by samples, at the learning rate times `rate`.
+    """Make one update of these pushes: their mean weighted by samples, at the learning rate times `rate`; where values are
+    pushed, `rate` is the part of the way that the job's values go to that mean.
 
     Of no pushes, or where none has samples, it is a version in which nothing changes."""
 

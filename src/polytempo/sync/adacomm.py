@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from polytempo.options import fraction, positive_number, switch, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
@@ -33,6 +34,7 @@ from polytempo.sync.capabilities import Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.local_sgd import BLOCKS, MEAN_OPTIONS, mean_of_models
 from polytempo.sync.mode import Mode
+from polytempo.sync.promises import EACH_ROUND
 
 #: Seconds of an interval, as in the paper.
 INTERVAL = 60.0
@@ -138,4 +140,5 @@ ADACOMM = Mode(
     capabilities=BLOCKS,
     split=Unsound("each stage would choose a period of its own from what it measures", ("local:8",)),
     averaging=_averaging,
+    promises=replace(EACH_ROUND, alone=lambda period, momentum=0.0, **_: momentum == 0),
 )

@@ -33,7 +33,7 @@ import math
 from collections.abc import Iterable
 
 from polytempo.options import choice, whole_number
-from polytempo.sync.actions import Action, Admit, Apply, Hold, Release
+from polytempo.sync.actions import Action, Admit, Apply, Release
 from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
@@ -64,6 +64,7 @@ from polytempo.sync.machine import (
 from polytempo.sync.mode import Mode
 from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
 from polytempo.sync.policy import Policy
+from polytempo.sync.promises import NEVER, Promises
 
 #: The graphs that can be cut into active and passive workers.
 BIPARTITE = ("ring", "exp", "full")
@@ -108,7 +109,7 @@ class PairPolicy(Policy):
         self._members: list[int] = []  # sorted; empty when they have changed
         self._places: dict[int, int] = {}
 
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
         worker = push.worker
         self.progress.move(worker, push.step + 1)
         if push.samples > 0:
@@ -120,19 +121,16 @@ class PairPolicy(Policy):
         self._begun = True
         return actions
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         self._members = []
         if self._begun:  # its model is what a partner gives it
             self._entering.add(worker)
         return [self._release(worker, step)]
 
-    def _freed(self, worker: int, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
         self._members = []
         self._entering.discard(worker)
         return []
-
-    def _hold(self, worker: int, step: int) -> Hold:
-        raise AssertionError(f"worker {worker} is held for step {step}, although this mode holds no worker after the start")
 
     def _release(self, worker: int, step: int) -> Release:
         if worker in self._entering and len(self._entering) == len(self.progress.pushed):
@@ -249,4 +247,5 @@ ADPSGD = Mode(
     capabilities=Capabilities(Pushes.NOTHING),
     split=Unsound("stages would choose partners apart, and mix parts of different models", ("local:8",)),
     price=MODELS_DIFFER,
+    promises=Promises(waits=NEVER),
 )

@@ -63,6 +63,7 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.sync.mode import Mode
+from polytempo.sync.promises import Promises
 from polytempo.sync.shares import ROUNDS, WorkerSpeeds
 
 #: Micro-batches of a worker in a round, on average, unless `micro` says.
@@ -182,14 +183,14 @@ class DeadlineBarrier(Barrier):
     def _leaves_out(self) -> bool:
         return self.rule.deadline > 0
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         if step <= self.round:
             self._opened = now
-        return super()._started(worker, step, now)
+        return super().on_start(worker, step, now)
 
-    def _freed(self, worker: int, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
         self._overdue.discard(worker)
-        return super()._freed(worker, now)
+        return super().on_leave(worker, now)
 
     def _close(self, now: float) -> list[Action]:
         self._opened, self._overdue_at, self._half = now, math.inf, False
@@ -220,7 +221,7 @@ class DeadlineBarrier(Barrier):
         self._half, self._overdue_at = half, self._opened + taken + wait
         return [Wake(self._overdue_at)]
 
-    def _ticked(self, now: float) -> list[Action]:
+    def on_tick(self, now: float) -> list[Action]:
         if now < self._overdue_at:
             return []
         if not (self._waiting or self._behind):  # those that waited are gone: there is no hurry, until another one waits
@@ -398,4 +399,5 @@ ANYTIME = Mode(
     ),
     split=Unsound("stages would end a round after different micro-batches", ("bsp",)),
     price="no stale gradient; batches vary",
+    promises=Promises(alone=False),
 )

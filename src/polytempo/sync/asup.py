@@ -20,6 +20,7 @@ from polytempo.sync.asynchronous import AsynchronousPolicy, Unbounded
 from polytempo.sync.capabilities import Unsound
 from polytempo.sync.mode import SCALE, Mode, Scale
 from polytempo.sync.policy import Policy
+from polytempo.sync.promises import NEVER, Promises
 from polytempo.sync.ssp import Bound
 
 DEFAULTS: dict[str, Any] = {"momentum": 0.9, "rho": 0.9, "eps": 1e-10, "initial": 0.0}
@@ -46,6 +47,10 @@ def _build(workers: int, bound: int | None = None, scale: Scale = None) -> Polic
     return AsynchronousPolicy(workers, Unbounded() if bound is None else Bound(bound), scale)
 
 
+def _waits(bound: int | None = None, **_: Any) -> int:
+    return NEVER if bound is None else bound
+
+
 ASUP = Mode(
     "asup",
     "asup",
@@ -60,4 +65,5 @@ ASUP = Mode(
         "eps": positive_number("eps", "1e-10"),
         "initial": number("a number initial of at least 0", lambda value: value >= 0, "1"),
     },
+    promises=Promises(lead=lambda bound=None, **_: bound, waits=_waits, alone=False, even=False),
 )

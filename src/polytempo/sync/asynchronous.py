@@ -22,6 +22,7 @@ from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
 from polytempo.sync.progress import Progress
+from polytempo.sync.promises import NEVER, Promises
 
 
 class Gate(ABC):
@@ -70,7 +71,7 @@ class AsynchronousPolicy(Policy):
         self._timed = gate.timed
         self._released_at: dict[int, float] = {}
 
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
         worker, step = push.worker, push.step + 1
         progress = self.progress
         moved = progress.move(worker, step)
@@ -85,7 +86,7 @@ class AsynchronousPolicy(Policy):
             actions.append(Release(worker, step, progress.slowest))
             return actions
         self.room.enter(worker, step)
-        actions.append(self._hold(worker, step) if self.explains else Hold(worker, step, (), 0, ""))
+        actions.append(self.why_held(worker, step) if self.explains else Hold(worker, step, (), 0, ""))
         if self._timed:
             at = self.gate.patience(worker, step, now)
             if at is not None:
@@ -100,21 +101,21 @@ class AsynchronousPolicy(Policy):
             self._released_at.update((worker, now) for worker, _ in released)
         return [Release(worker, step, slowest) for worker, step in released]
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         self._released_at[worker] = now
         self.gate.welcome(worker)
-        return super()._started(worker, step, now)
+        return super().on_start(worker, step, now)
 
-    def _freed(self, worker: int, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
         self._released_at.pop(worker, None)
         self.gate.forget(worker)
         return self._open(now)
 
-    def _ticked(self, now: float) -> list[Action]:
+    def on_tick(self, now: float) -> list[Action]:
         self.gate.expire(now)
         return self._open(now)
 
-    def _hold(self, worker: int, step: int) -> Hold:
+    def why_held(self, worker: int, step: int) -> Hold:
         named, count = self.progress.behind(int(self.gate.required(step)))
         return Hold(worker, step, named, count, self.gate.reason(step, self.progress.slowest, named[0]))
 
@@ -137,4 +138,5 @@ ASP = Mode(
     options=SCALE,
     keeps_momentum=True,
     split=None,
+    promises=Promises(waits=NEVER),
 )

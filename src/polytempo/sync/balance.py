@@ -34,6 +34,7 @@ from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import GO, Compute, Orders, StepMachine, WorkerEvent
 from polytempo.sync.mode import Mode
+from polytempo.sync.promises import EACH_ROUND
 from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weights_by_speed
 
 #: The smallest share, in even shares, and the largest by default: a larger batch needs more memory.
@@ -121,4 +122,5 @@ BALANCE = Mode(
     machine=lambda worker, last, micro=0, **_: ShareMachine(micro, last),
     capabilities=lambda micro=0, **_: Capabilities(update=MadeOf.ALL, work=PushedWork.SHARE, micro=micro),
     split=Unsound("each stage would measure a speed of its own, and cut the joint batch differently", ("bsp",)),
+    promises=EACH_ROUND,
 )

@@ -30,6 +30,7 @@ from polytempo.sync.directives import Directive, NextBlock, NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
+from polytempo.sync.promises import EACH_ROUND, Promises
 from polytempo.sync.shares import ShareWeights
 
 
@@ -127,7 +128,7 @@ class Barrier(Policy):
 
     # Workers that start, in this round or the next.
 
-    def _entry_step(self) -> int:
+    def entry_step(self) -> int:
         return self.round + (self.rule.planned and not self._awaited and self._in_round() > 0)
 
     def _in_round(self) -> int:
@@ -138,7 +139,7 @@ class Barrier(Policy):
         self.rule.gather(self.members)
         return said_once(super()._start(now))
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         if step > self.round:
             return self._enter_next(worker, 0, now)
         if self.rule.planned and self._in_round() == 1:
@@ -153,7 +154,7 @@ class Barrier(Policy):
         return self._held(worker, now)
 
     def _held(self, worker: int, now: float) -> list[Action]:
-        held = self._hold(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
+        held = self.why_held(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
         return [held, *self._patience(now)]
 
     def _patience(self, now: float) -> list[Action]:
@@ -162,7 +163,7 @@ class Barrier(Policy):
 
     # Pushes and rounds.
 
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
         if push.step < self.round:
             return self._late(push, now)
         difference = self._difference(push)
@@ -176,7 +177,7 @@ class Barrier(Policy):
             return self._close(now)
         return self._held(push.worker, now)
 
-    def _freed(self, worker: int, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
         self._waiting.discard(worker)
         self._behind.pop(worker, None)
         if not self._arrived and not self._behind:
@@ -224,7 +225,7 @@ class Barrier(Policy):
         """May the round close without some members?"""
         return self.backups > 0
 
-    def _hold(self, worker: int, step: int) -> Hold:
+    def why_held(self, worker: int, step: int) -> Hold:
         named, count = self.progress.at(self.round) if self.rule.planned else self.progress.behind(step)
         if self._leaves_out or worker in self._behind:
             reason = f"round {self.round} has {len(self._arrived)} of {self._quorum()} pushes"
@@ -263,6 +264,7 @@ BSP = Mode(
     lambda workers: Barrier(workers),
     capabilities=Capabilities(update=MadeOf.ALL),
     split=None,
+    promises=EACH_ROUND,
 )
 
 BACKUP = Mode(
@@ -274,4 +276,5 @@ BACKUP = Mode(
     capabilities=Capabilities(update=MadeOf.ROUND),
     split=Unsound("stages could leave out different replicas from a round", ("bsp", "ssp:1")),
     price="no stale gradient; late work is lost",
+    promises=Promises(waits=0, quorum=lambda workers, backups: workers - backups),
 )

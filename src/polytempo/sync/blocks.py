@@ -59,6 +59,7 @@ class Averaging:
     overlap: int = 0  #: local steps from the sending of a fragment to the moment at which its average is taken
     decoupled: bool = False  #: a quorum of pushes is merged, over servers
     waits: bool = True  #: does a worker wait for the average?
+    own: bool = False  #: does each worker keep a model of its own, which goes a part of the way to the job's?
 
     @property
     def plain(self) -> bool:

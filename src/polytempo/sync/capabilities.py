@@ -62,6 +62,10 @@ class Capabilities:
     work: PushedWork = PushedWork.BATCH
     waits: bool = True  #: does a worker wait for the answer to a push before it computes on?
     ahead: int = 0  #: pushes of a worker that may be under way while it computes the next
+    early: bool = False  #: may a worker be released before its push is applied or discarded?
+    on_servers: bool = (
+        False  #: must servers hold the values, also where all workers hold the same? So it is in modes of users
+    )
     micro: int = 0  #: micro-batches in a push, on average, where a worker takes whole ones
     keeps_late: bool = False  #: does a micro-batch that is late count in the round that is open when it is done?
 
@@ -98,7 +102,7 @@ class Capabilities:
     @property
     def reduces(self) -> bool:
         """May values stay with the workers, which reduce among themselves (all-reduce)?"""
-        return self.common or self.work is PushedWork.DEADLINE
+        return (self.common or self.work is PushedWork.DEADLINE) and not self.on_servers
 
     @property
     def caution(self) -> Caution:

@@ -49,6 +49,7 @@ class Feature(Enum):
     COMPRESSED_ANSWERS = auto()  #: `compression={"pull": ...}`
     COMPRESSION_AMONG_WORKERS = auto()  #: where nothing goes to servers
     COMPRESSED_CHANGES = auto()  #: where what is pushed are no gradients
+    COMPRESSED_VALUES = auto()  #: where models are averaged
     SERVER_EMBEDDING = auto()  #: `pt.tables.ServerEmbedding`
     ROWS = auto()  #: rows of any table, which travel beside dense gradients
     SPARSE_EMBEDDING = auto()  #: `nn.Embedding(sparse=True)`, of which only rows travel
@@ -106,6 +107,10 @@ NEEDS_SERVERS = Capability(
     "values are on servers", lambda spec: not (spec.capabilities.reduces or spec.capabilities.neighbours)
 )
 HAS_SERVERS = Capability("values can be on servers, or reduced", lambda spec: not spec.capabilities.neighbours)
+OWN_MODELS = Capability(
+    "each worker has a model of its own, beside the job's", lambda spec: spec.averaging is not None and spec.averaging.own
+)
+EARLY = Capability("answers come before updates", lambda spec: spec.capabilities.early)
 NOT_COMMON = Capability("workers hold different versions", lambda spec: not spec.capabilities.common)
 NO_ROUNDS = Capability("no barrier", lambda spec: not spec.capabilities.rounds)
 ROUNDS_OF_GRADIENTS = Capability(
@@ -202,6 +207,10 @@ TABLE: dict[tuple[Capability, Feature], Conflict] = {
     ),
     (REDUCES, Feature.COMPRESSION_AMONG_WORKERS): _TO_SERVERS,
     (PUSHES_GRADIENTS, Feature.COMPRESSED_CHANGES): _TO_SERVERS,
+    (OWN_MODELS, Feature.COMPRESSED_VALUES): Conflict(
+        "{mode} goes a part of the way from whole values to whole values", "leave compression out"
+    ),
+    (EARLY, Feature.DELTA): Conflict("{mode} answers before an update is made", "leave apply='delta' out"),
     (FETCHES_AND_COMPENSATES, Feature.OPTIMIZER): Conflict(
         "{mode}: dc and dca need the weights a gradient was taken on, which local steps make here", "leave them out"
     ),
@@ -214,6 +223,10 @@ TABLE: dict[tuple[Capability, Feature], Conflict] = {
     (MICRO_BATCHES, Feature.ROWS): Conflict(
         "{mode} sums the gradients of micro-batches, which rows of tables are not",
         "use sync='bsp+balance' with pt.DistributedBatchSampler, or sync='bsp'",
+    ),
+    (EARLY, Feature.ROWS): Conflict(
+        "{mode} answers a push before it is applied, and the answer brings the rows of tables",
+        "use another mode, such as bsp",
     ),
     (FETCHES, Feature.SPARSE_EMBEDDING): Conflict(
         "{mode} makes local steps on the whole table", "all of it travels", refuses=False
@@ -241,6 +254,12 @@ TABLE: dict[tuple[Capability, Feature], Conflict] = {
     (NEVER_WAITS, Feature.GPU_MEMORY): Conflict(
         "{mode} computes on while a push is under way", "values pass through the host", refuses=False
     ),
+    (EARLY, Feature.GPU_MEMORY): Conflict(
+        "{mode} answers a push before it is applied", "values pass through the host", refuses=False
+    ),
+    (EARLY, Feature.SYNCHRONIZE): Conflict(
+        "synchronize() waits for the mean, and {mode} answers before it is made", "clip before step(), or use clip_norm="
+    ),
     (AVERAGES, Feature.SYNCHRONIZE): Conflict(
         "synchronize() averages gradients, and {mode} averages values", "clip before step()"
     ),
@@ -258,7 +277,7 @@ TABLE: dict[tuple[Capability, Feature], Conflict] = {
         "push_parameters() is not possible in anytime", "change values before DistributedOptimizer()"
     ),
     (DECOUPLED, Feature.PUSH_PARAMETERS): Conflict(
-        "push_parameters() is not possible in decoupled DiLoCo: values are this worker's own at all times",
+        "push_parameters() is not possible in {mode}: values are this worker's own at all times",
         "change them before DistributedOptimizer()",
     ),
     (FETCHES, Feature.PUSH_PARAMETERS): Conflict(
@@ -290,6 +309,8 @@ TABLE[NOT_COMMON, Feature.TENSOR] = _split(
 
 def conflict(spec: Spec, feature: Feature) -> Conflict | None:
     """What stands between a mode and a feature; None where they go together."""
+    if spec.mode.origin is not None and spec.mode.split is not None and feature in (Feature.PIPELINE, Feature.TENSOR):
+        return _split(spec.mode.split)  # as ours have a row each
     rows = (row for (capability, of), row in TABLE.items() if of is feature and capability.holds(spec))
     return next(rows, None)
 

@@ -74,17 +74,17 @@ class DecoupledDiloco(Policy):
 
     def holds(self) -> list[Hold]:
         """The workers whose answer is still to come, though most of them compute meanwhile."""
-        return super().holds() if self._awaited else [self._hold(w, self.progress.pushed[w]) for w in self._waiting]
+        return super().holds() if self._awaited else [self.why_held(w, self.progress.pushed[w]) for w in self._waiting]
 
-    def _entry_step(self) -> int:
+    def entry_step(self) -> int:
         return self.progress.slowest if self.progress.pushed else self._next
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         merged = self._overdue(now)
         self._since[worker] = now
         return [*merged, self._go(worker, step)]
 
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
         worker, step = push.worker, push.step + 1
         if worker in self._waiting:
             raise OrderError(f"worker {worker} pushed step {push.step}; its push of step {push.step - 1} is not merged yet")
@@ -110,15 +110,15 @@ class DecoupledDiloco(Policy):
     def _patience(self, worker: int, step: int) -> list[Action]:
         """What a push is answered with that is not merged at once."""
         if self.waits:
-            return [self._hold(worker, step) if self.explains else Hold(worker, step, (), 0, "")]
+            return [self.why_held(worker, step) if self.explains else Hold(worker, step, (), 0, "")]
         return [] if self._reached is None else [Wake(self._deadline())]
 
-    def _freed(self, worker: int, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
         self._waiting.pop(worker, None)
         del self._anchor[worker], self._since[worker]
         return self._merge() if self._pending and (self._all_in() or now >= self._deadline()) else []
 
-    def _ticked(self, now: float) -> list[Action]:
+    def on_tick(self, now: float) -> list[Action]:
         return self._overdue(now)
 
     def _overdue(self, now: float) -> list[Action]:
@@ -147,7 +147,7 @@ class DecoupledDiloco(Policy):
         self._anchor[worker] = self._merges
         return Release(worker, step, self.progress.slowest, self._block)
 
-    def _hold(self, worker: int, step: int) -> Hold:
+    def why_held(self, worker: int, step: int) -> Hold:
         if self.waits:
             named, count = self.progress.behind(step)
             return Hold(worker, step, named, count, f"1 ahead of worker {named[0]}, bound 0")

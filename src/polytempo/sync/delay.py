@@ -13,11 +13,12 @@ Where this departs from the paper: tasks there may be steps of the whole job; he
 from __future__ import annotations
 
 from polytempo.options import whole_number
-from polytempo.sync.actions import Action, Apply, Hold, Release
+from polytempo.sync.actions import Action, Apply, Release
 from polytempo.sync.capabilities import Capabilities
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
+from polytempo.sync.promises import NEVER, Promises
 
 
 class Delay(Policy):
@@ -28,7 +29,7 @@ class Delay(Policy):
         self.delay = delay
         self.scale = scale
 
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
         progress = self.progress
         progress.move(push.worker, push.step + 1)
         return [
@@ -36,14 +37,8 @@ class Delay(Policy):
             Release(push.worker, push.step + 1 + self.delay, progress.slowest),
         ]
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         return [Release(worker, step + ahead, self.progress.slowest) for ahead in range(self.delay + 1)]
-
-    def _freed(self, worker: int, now: float) -> list[Action]:
-        return []
-
-    def _hold(self, worker: int, step: int) -> Hold:
-        raise AssertionError("delay holds no worker once the job has started")
 
 
 DELAY = Mode(
@@ -56,4 +51,5 @@ DELAY = Mode(
     keeps_momentum=True,
     capabilities=lambda delay, **options: Capabilities(waits=delay == 0, ahead=delay),
     split=None,
+    promises=Promises(waits=NEVER, alone=lambda delay, **_: delay == 0),
 )

@@ -31,6 +31,7 @@ from polytempo.sync.capabilities import MadeOf, Unsound
 from polytempo.sync.decoupled_diloco import AUTO, OPTIONS, DecoupledDiloco, decoupled
 from polytempo.sync.local_sgd import BLOCKS, FixedPeriod
 from polytempo.sync.mode import Mode
+from polytempo.sync.promises import EACH_ROUND, Promises
 
 
 def _averaging(
@@ -85,6 +86,7 @@ DECOUPLED = Mode(
     capabilities=lambda period, grace=AUTO, **options: replace(BLOCKS, update=MadeOf.EACH, waits=grace == math.inf),
     split=Unsound("stages could leave out different replicas from a merge (quorum=)", ()),
     averaging=_decoupled_averaging,
+    promises=Promises(quorum=lambda workers, period, quorum, **_: quorum, alone=False, even=False),
 )
 
 DILOCO = Mode(
@@ -99,4 +101,5 @@ DILOCO = Mode(
     split=None,
     averaging=_averaging,
     variants={"quorum": DECOUPLED},
+    promises=replace(EACH_ROUND, alone=False, even=False),
 )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from polytempo.sync.fields import Fields
+
 
 class Mixing(msgspec.Struct, array_like=True, frozen=True):
     """The part of a mixing matrix P that concerns one worker i: values x and push-sum weights w are mixed alike.
@@ -48,4 +50,5 @@ class NextDeadline(msgspec.Struct, tag=True, array_like=True, frozen=True):
     catching_up: tuple[int, ...] = ()  #: the workers of which that is so, in this round
 
 
-Directive = NextBlock | NextMixing | NextShares | NextDeadline
+#: `Fields`: of modes with names of their own, those that users bring among them.
+Directive = NextBlock | NextMixing | NextShares | NextDeadline | Fields

@@ -58,6 +58,7 @@ from polytempo.sync.machine import (
 )
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
+from polytempo.sync.promises import NEVER, Promises
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class DownpourPolicy(Policy):
         super().begin_at(step)
         self._made = step
 
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
         progress = self.progress
         progress.move(push.worker, push.step + 1)
         joint = float(len(progress.pushed))
@@ -101,15 +102,15 @@ class DownpourPolicy(Policy):
                 actions += self._start(now)
         return actions
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         if self._made < self._warm_pushes:
             if self._alone is not None:
                 self.room.enter(worker, step)
-                return [self._hold(worker, step)]
+                return [self.why_held(worker, step)]
             self._alone = worker
         return [Release(worker, step + ahead, self.progress.slowest) for ahead in range(2)]
 
-    def _freed(self, worker: int, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
         if worker != self._alone:
             return []
         self._alone = None
@@ -117,9 +118,9 @@ class DownpourPolicy(Policy):
             return []
         successor, step = min(self.room)
         self.room.remove(successor, step)
-        return self._started(successor, step, now)
+        return self.on_start(successor, step, now)
 
-    def _hold(self, worker: int, step: int) -> Hold:
+    def why_held(self, worker: int, step: int) -> Hold:
         assert self._alone is not None
         made = min(self._made * self.push, self.warm)
         reason = f"warm start: worker {self._alone} has made {made} of {self.warm} steps"
@@ -239,4 +240,5 @@ DOWNPOUR = Mode(
         "a stage fetches and pushes on its own, so that stages would compute with different blocks of local steps",
         ("local:8",),
     ),
+    promises=Promises(waits=lambda warm=0, **_: None if warm else NEVER),
 )

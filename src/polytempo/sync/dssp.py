@@ -30,6 +30,7 @@ from collections.abc import Callable
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.mode import SCALE, SPAN, Mode
 from polytempo.sync.progress import Progress
+from polytempo.sync.promises import Promises
 
 #: A worker that has not pushed for this many of its intervals is not forecast any more.
 OVERDUE = 3
@@ -143,4 +144,5 @@ DSSP = Mode(
     options=SCALE,
     keeps_momentum=True,
     split=None,
+    promises=Promises(lead=lambda bounds, **_: bounds[1], waits=lambda bounds, **_: bounds[0]),
 )

@@ -22,6 +22,7 @@ from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.dssp import Forecaster
 from polytempo.sync.mode import SCALE, SPAN, Mode
 from polytempo.sync.progress import Progress
+from polytempo.sync.promises import Promises
 
 
 class PrintedBound(Gate):
@@ -76,4 +77,5 @@ DSSP_PAPER = Mode(
     options=SCALE,
     keeps_momentum=True,
     split=None,
+    promises=Promises(waits=lambda bounds, **_: bounds[0]),
 )

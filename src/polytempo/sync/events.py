@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polytempo.sync.fields import Fields
+
 HyperItems = tuple[tuple[str, object], ...]
 
 
@@ -27,7 +29,8 @@ class Measured:
     follow the workers' speed, `work` is what the micro-batches cost (in samples, or in the units of the sampler's `cost`),
     `computed` the worker's own seconds for them, and `drawn` the last batch (pass, number in the pass) that the worker's
     sampler has handed out, its loader's prefetching included. In a push of no samples, `work` and `computed` are those of a
-    micro-batch that was abandoned and has ended, if any.
+    micro-batch that was abandoned and has ended, if any. `fields` is what the worker's machine has measured, in modes that
+    declare it.
     """
 
     loss: float | None = None
@@ -35,6 +38,7 @@ class Measured:
     work: float | None = None
     computed: float | None = None
     drawn: tuple[int, int] | None = None
+    fields: Fields | None = None
 
 
 NOT_MEASURED = Measured()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from polytempo.options import positive_number, whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.mode import SCALE, Mode
+from polytempo.sync.promises import Promises
 
 
 class Periodic(Gate):
@@ -66,4 +67,5 @@ EVERY = Mode(
     options={"wait": positive_number("wait"), **SCALE},
     keeps_momentum=True,
     split=None,
+    promises=Promises(lead=lambda period, wait=None, **_: None if wait else period - 1, waits=0),
 )

@@ -65,6 +65,7 @@ from polytempo.sync.machine import (
 )
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
+from polytempo.sync.promises import Promises
 from polytempo.sync.topology import TOPOLOGIES, check_size, mixing_rows, phases
 
 
@@ -137,10 +138,10 @@ class GossipPolicy(Policy):
         super().begin_at(step)
         self._oldest = self._next = step
 
-    def _entry_step(self) -> int:
+    def entry_step(self) -> int:
         return self._next
 
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
         worker, step = push.worker, push.step
         graph = self._steps[step]
         graph.pushed.add(worker)
@@ -152,7 +153,7 @@ class GossipPolicy(Policy):
             actions.append(self._release(worker, step + 1, graph))
         else:
             self.room.enter(worker, step + 1)
-            actions.append(self._hold(worker, step + 1) if self.explains else Hold(worker, step + 1, (), 0, ""))
+            actions.append(self.why_held(worker, step + 1) if self.explains else Hold(worker, step + 1, (), 0, ""))
         self._forget_old()
         return actions
 
@@ -170,7 +171,7 @@ class GossipPolicy(Policy):
         self._begun = True
         return actions
 
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         if self._begun:  # its model is what others send it
             self._rows.clear()
             self._entering.add(worker)
@@ -198,7 +199,7 @@ class GossipPolicy(Policy):
             self._next = step + 1
         return graph
 
-    def _freed(self, worker: int, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
         self._rows.clear()
         self._entering.discard(worker)
         actions: list[Action] = []
@@ -215,7 +216,7 @@ class GossipPolicy(Policy):
             del self._steps[self._oldest]
             self._oldest += 1
 
-    def _hold(self, worker: int, step: int) -> Hold:
+    def why_held(self, worker: int, step: int) -> Hold:
         awaited = self._steps[step - 1].awaited(worker)
         awaited.sort(key=lambda other: (self.progress.pushed[other], other))
         named = tuple(awaited[:NAMED_AT_MOST])
@@ -305,4 +306,5 @@ GOSSIP = Mode(
     capabilities=Capabilities(Pushes.NOTHING),
     split=Unsound("stages would mix with the models of neighbours at different times", ("local:8",)),
     price=MODELS_DIFFER,
+    promises=Promises(waits=0),
 )

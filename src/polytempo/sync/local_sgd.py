@@ -21,6 +21,7 @@ less. Block momentum is stated by its authors for a constant rate inside a block
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
@@ -28,6 +29,7 @@ from polytempo.sync.blocks import Averaging, machine_of_blocks
 from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Pushes
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
+from polytempo.sync.promises import EACH_ROUND
 
 
 class FixedPeriod(RoundRule):
@@ -89,4 +91,5 @@ LOCAL = Mode(
     split=None,
     machine=machine_of_blocks(_averaging),
     averaging=_averaging,
+    promises=replace(EACH_ROUND, alone=lambda period, momentum=0.0, **_: momentum == 0),
 )

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.directives import Mixing
+from polytempo.sync.fields import Fields
 
 # What happens to a worker. That it was admitted or released is told by the policy's own actions.
 
@@ -164,6 +165,8 @@ class StepHere:
 class PushStep:
     """Tell the policy of the step that was computed, with its gradient. Its number is the machine's `step` before this."""
 
+    measured: Fields | None = None  #: what else the policy is told, in modes that declare it
+
 
 @dataclass(slots=True)
 class SendPush:
@@ -173,6 +176,7 @@ class SendPush:
     count: int = 1  #: (local) steps in it; 0: this worker only takes part
     part: int = 0  #: the fragment of the model
     beside: bool = False  #: the worker computes meanwhile
+    measured: Fields | None = None  #: what else the policy is told, in modes that declare it
 
 
 @dataclass(slots=True)
@@ -207,9 +211,11 @@ class RequestValues:
 
 @dataclass(slots=True)
 class Install:
-    """Take values that have come."""
+    """Take values that have come: x = new + (x - x at the sending). With `pull`, go that part of the way: x + pull (new - x
+    at the sending)."""
 
     part: int = 0
+    pull: float = 1.0
 
 
 @dataclass(slots=True)
@@ -293,6 +299,21 @@ COMPUTED, FETCHED, DROPPED, ASKED, ALL_ARRIVED, LEAVING = Computed(), Fetched(),
 #: What a push brings: the gradient of a step, of a share of the joint batch, of micro-batches, the sum of those of local
 #: steps, values of a fragment, or nothing: the values go to other workers.
 Brings = Literal["gradient", "share", "batches", "sum", "values", "nothing"]
+
+#: The orders that go with each of these, beside those that go with all: drivers perform no others.
+_ORDERS: Mapping[str, tuple[type, ...]] = {
+    "gradient": (PushStep,),
+    "share": (PushStep,),
+    "batches": (SendPush, Abandon),
+    "sum": (StepHere, SendPush, RequestValues, Install, Begin),
+    "values": (StepHere, SendPush, Install),
+    "nothing": (StepHere, SendPush, SendModel, AskPartner, AnswerPartner, Begin, Mix, Snapshot, AddStep),
+}
+
+
+def orders_for(brings: str) -> tuple[type, ...]:
+    """The orders of a machine that brings this, beside those of all machines; none where nothing can be brought so."""
+    return _ORDERS.get(brings, ())
 
 
 class WorkerMachine(ABC):

@@ -12,6 +12,33 @@ from polytempo.options import ArgumentReader, positive_number, whole_number
 from polytempo.sync.capabilities import SINGLE_PUSHES, UNPROVED, Capabilities, Unsound
 from polytempo.sync.machine import WorkerMachine, a_push_each_step
 from polytempo.sync.policy import Policy
+from polytempo.sync.promises import USUAL, Promises
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a mode comes from that was brought to this process."""
+
+    name: str  #: what texts call it: "own_mode.py:K_BATCH", or the name of an entry point
+    file: str  #: as messages name it: "own_mode.py"
+    code: str  #: as Python names it: the `co_filename` of its functions
+    digest: str  #: of the file, the same on all hosts of a job
+    line: int = 0  #: at which the mode is declared; 0: not known
+
+    @property
+    def of_file(self) -> bool:
+        """Is it named by a file and a name in it, and not by an entry point?"""
+        return self.name.startswith(f"{self.file}:")
+
+    @property
+    def source(self) -> str:
+        """What all processes of a job must have alike: the file, or the entry point."""
+        return self.file if self.of_file else self.name
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What a record says of it."""
+        return {self.source: self.digest} if self.digest else {}
 
 
 @dataclass(frozen=True)
@@ -38,6 +65,22 @@ class Mode:
     keeps_momentum: bool = False  #: does a worker keep momentum of its own, unless told otherwise (`momentum.py`)?
     machine: Callable[..., WorkerMachine] = a_push_each_step  #: `(worker, last step, *argument, **options)`: a worker's half
     gossip: Callable[..., Any] | None = None  #: makes the `GossipSpec` of a mode whose workers mix with neighbours
+    promises: Promises = USUAL  #: beyond what every mode promises
+    tells: Mapping[str, type] = field(default_factory=dict)  #: fields of its releases, with their types (`fields.py`)
+    measures: Mapping[str, type] = field(default_factory=dict)  #: fields of its pushes
+    origin: Origin | None = field(default=None, compare=False)  #: None: it is one of ours, or was not brought yet
+
+    def __call__(self, *argument: Any, **options: Any) -> Any:
+        """The spec of this mode with an argument and options: what `sync=` takes where servers share this process.
+
+        Example:
+            ```python
+            simulate_job(Cluster(workers=8), K_BATCH(2), steps=1000)
+            ```
+        """
+        from polytempo.sync.spec import spec_of_object
+
+        return spec_of_object(self, argument, options)
 
 
 def _read_span(text: str) -> tuple[int, int]:

@@ -53,12 +53,12 @@ class Policy(ABC):
             worker, step, held = event.worker, event.step, self.room.by_step
             if self.progress.pushed.get(worker) != step or (step in held and worker in held[step]):
                 return self._stray(event)
-            return self._pushed(event, now)
+            return self.on_push(event, now)
         if type(event) is Joined:
             return self._joined(event.worker, now)
         if type(event) is Left:
             return self._left(event.worker, now)
-        return self._ticked(now)
+        return self.on_tick(now)
 
     @property
     def members(self) -> KeysView[int]:
@@ -72,43 +72,45 @@ class Policy(ABC):
 
     def holds(self) -> list[Hold]:
         """All workers that are held now, with the present reason."""
-        why = self._start_hold if self._awaited else self._hold
+        why = self._start_hold if self._awaited else self.why_held
         return [why(worker, step) for worker, step in self.room]
 
     # What a mode decides.
 
     @abstractmethod
-    def _pushed(self, push: Pushed, now: float) -> list[Action]:
-        """A member pushed the step that was its turn."""
+    def on_push(self, push: Pushed, now: float) -> list[Action]:
+        """A member has pushed the step that was its turn."""
 
-    @abstractmethod
-    def _freed(self, worker: int, now: float) -> list[Action]:
-        """A member has left and is removed here already: which workers does that release?"""
-
-    @abstractmethod
-    def _hold(self, worker: int, step: int) -> Hold:
-        """Why this worker is held now."""
-
-    def _entry_step(self) -> int:
-        """The step at which a worker that joins now starts."""
-        return self.progress.slowest
-
-    def _started(self, worker: int, step: int, now: float) -> list[Action]:
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         """A member takes its first step."""
         return [Release(worker, step, self.progress.slowest)]
 
-    def _ticked(self, now: float) -> list[Action]:
+    def on_leave(self, worker: int, now: float) -> list[Action]:
+        """A member has left, and is removed here already: which workers does that release?"""
         return []
+
+    def on_tick(self, now: float) -> list[Action]:
+        """The time of a `Wake` has come."""
+        return []
+
+    def why_held(self, worker: int, step: int) -> Hold:
+        """Why this worker is held now: here for those whose next step is before its own."""
+        named, count = self.progress.behind(step)
+        return Hold(worker, step, named, count, f"{step - self.progress.slowest} ahead of the slowest worker")
+
+    def entry_step(self) -> int:
+        """The step at which a worker that joins now starts."""
+        return self.progress.slowest
 
     # Membership.
 
     def _joined(self, worker: int, now: float) -> list[Action]:
         if worker in self.progress.pushed:
             raise OrderError(f"worker {worker} joined twice; a worker that comes back must leave first")
-        step = self._entry_step()
+        step = self.entry_step()
         self.progress.enter(worker, step)
         if not self._awaited:
-            return [Admit(worker, step), *self._started(worker, step, now)]
+            return [Admit(worker, step), *self.on_start(worker, step, now)]
         self._awaited.pop(worker, None)
         self.room.enter(worker, step)
         if self._awaited:
@@ -123,12 +125,12 @@ class Policy(ABC):
             return []
         self.room.remove(worker, self.progress.pushed[worker])
         self.progress.remove(worker)
-        return [] if self._awaited else self._freed(worker, now)
+        return [] if self._awaited else self.on_leave(worker, now)
 
     def _start(self, now: float) -> list[Action]:
         """All initial workers have joined or left: release them in order of rank."""
         starters = sorted(self.room.admit(lambda step: True))
-        return [action for worker, step in starters for action in self._started(worker, step, now)]
+        return [action for worker, step in starters for action in self.on_start(worker, step, now)]
 
     def _start_hold(self, worker: int, step: int) -> Hold:
         missing = tuple(islice(self._awaited, NAMED_AT_MOST))

@@ -1,18 +1,23 @@
 """Synchronisation specs: from a text such as `every:8,wait=2` to a mode, its policy and its corrections.
 
 The syntax is that of `polytempo/options.py`. Adding a mode means one new file and one line in `MODES`.
+
+Modes that users bring stand beside them, once `polytempo/door.py` has loaded them: by the name of an entry point, or by
+those of a file and of the mode in it, `own_mode.py:K_BATCH`. A text that names a mode which was not brought to this process
+is refused: reading a text loads nothing.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 from polytempo.errors import SpecError, UsageError
-from polytempo.options import ArgumentReader, Syntax, parse
+from polytempo.options import ArgumentReader, Syntax, parse, read_after
 from polytempo.sync.adacomm import ADACOMM
 from polytempo.sync.adpsgd import ADPSGD
 from polytempo.sync.anytime import ANYTIME
@@ -32,10 +37,11 @@ from polytempo.sync.every import EVERY
 from polytempo.sync.gossip import GOSSIP, GossipSpec
 from polytempo.sync.local_sgd import LOCAL
 from polytempo.sync.machine import WorkerMachine
-from polytempo.sync.mode import Mode, rate_of
+from polytempo.sync.mode import Mode, Origin, rate_of
 from polytempo.sync.momentum import ASYNC, LOOKAHEAD, MOMENTUM, SERVER, WORKER, GroupSettings, check_spike, chosen_options
 from polytempo.sync.policy import Policy
 from polytempo.sync.ssp import SSP
+from polytempo.sync.watch import WatchedMachine, WatchedPolicy, called, check_declaration
 
 MODES: dict[str, Mode] = {
     mode.name: mode
@@ -89,17 +95,21 @@ _PRICES = {
 }
 
 
-_SYNTAX = {
-    name: Syntax(
-        mode.example,
-        mode.argument,
-        options={**mode.options, **_corrections_of(mode), **mode.rule_options},
-    )
-    for name, mode in MODES.items()
-}
+def _syntax_of(mode: Mode) -> Syntax:
+    options = {**mode.options, **_corrections_of(mode), **mode.rule_options}
+    return Syntax(mode.example, mode.argument, options=options)
 
 
-@dataclass(frozen=True)
+_SYNTAX = {name: _syntax_of(mode) for name, mode in MODES.items()}
+
+#: Modes that were brought to this process, by the names that texts have for them. Code that is loaded belongs to a process.
+_BROUGHT: dict[str, Mode] = {}
+
+#: A mode of a file: the file, with or without its folder, and the mode's name in it.
+OF_FILE = re.compile(r"(?P<file>[^:,]*\.py):(?P<name>[^:,]*)")
+
+
+@dataclass(frozen=True, repr=False)
 class Spec:
     """A parsed spec; `text` is as the user wrote it."""
 
@@ -107,6 +117,9 @@ class Spec:
     mode: Mode
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"Spec({self.text!r})"
 
     def policy(self, workers: int, members: Sequence[int] = ()) -> Policy:
         """A fresh policy for a job that starts with this number of workers.
@@ -116,6 +129,8 @@ class Spec:
             members: The workers that take part; empty: all.
         """
         own = {name: value for name, value in self.options.items() if name in self.mode.options}
+        if self.mode.origin is not None:
+            return WatchedPolicy(self.mode, self.capabilities, members or range(workers), self.arguments, own)
         if not members:
             return self.mode.build(workers, *self.arguments, **own)
         if self.mode.gossip is not None:
@@ -127,6 +142,11 @@ class Spec:
         policy.expect(members)
         return policy
 
+    @property
+    def digest(self) -> str:
+        """The digest of the file that the mode was brought from; empty of one of ours."""
+        return "" if self.mode.origin is None else self.mode.origin.digest
+
     def machine(self, worker: int, last: float = math.inf) -> WorkerMachine:
         """A fresh machine for a life of this worker.
 
@@ -134,13 +154,24 @@ class Spec:
             worker: Its rank.
             last: How many (local) steps it makes at most.
         """
+        if self.mode.origin is not None:
+            made = WatchedMachine(self.mode, self.capabilities, worker, last, self.arguments, self.options)
+            return cast(WorkerMachine, made)
         return self.mode.machine(worker, last, *self.arguments, **self.options)
 
     @cached_property
     def capabilities(self) -> Capabilities:
         """What the mode can do and needs, with these options."""
         declared = self.mode.capabilities
-        return declared if isinstance(declared, Capabilities) else declared(*self.arguments, **self.options)
+        made: Capabilities = declared if isinstance(declared, Capabilities) else self._made(declared)
+        # All-reduce takes the plain mean, and without a sequencer ranks run the rule of a round: ours are made for that.
+        return made if self.mode.origin is None else replace(made, on_servers=True)
+
+    def _made(self, function: Callable[..., Any]) -> Any:
+        """What a function of the mode makes of the argument and options."""
+        if self.mode.origin is None:
+            return function(*self.arguments, **self.options)
+        return called(self.mode.origin, lambda: function(*self.arguments, **self.options))
 
     def price(self, staleness: float = 0.0) -> str:
         """What the mode may cost beside time, in a few words; `staleness`: the mean of its pushes."""
@@ -149,7 +180,7 @@ class Spec:
     @property
     def corrections(self) -> Corrections:
         """The corrections of stale gradients. Modes that average models have none: their policy drops what is too old."""
-        if self.mode.averaging is not None:
+        if self.mode.averaging is not None or "scale" not in self.mode.options:
             return NOTHING
         momentum = self.options.get("momentum")
         adapts = momentum.adapts if isinstance(momentum, Momentum) else momentum == ASYNC
@@ -274,12 +305,12 @@ class Spec:
     @property
     def averaging(self) -> Averaging | None:
         """What workers do with their models at the end of a block of local steps, in modes that have them."""
-        return None if self.mode.averaging is None else self.mode.averaging(*self.arguments, **self.options)
+        return None if self.mode.averaging is None else self._made(self.mode.averaging)
 
     @property
     def gossip(self) -> GossipSpec | None:
         """How workers mix their models with those of their neighbours, in modes that have them."""
-        return None if self.mode.gossip is None else self.mode.gossip(*self.arguments, **self.options)
+        return None if self.mode.gossip is None else self._made(self.mode.gossip)
 
 
 def compared() -> tuple[str, ...]:
@@ -318,6 +349,105 @@ def mode_examples() -> dict[str, str]:
     return {mode.example: mode.meaning for mode in MODES.values()}
 
 
+def bring(mode: Mode) -> None:
+    """From now on texts may name this mode, by the name of its origin.
+
+    Raises:
+        SpecError: Another mode has this name.
+        ModeError: Its declaration cannot be used.
+    """
+    origin = mode.origin
+    assert origin is not None
+    here = [known.origin for known in _BROUGHT.values() if known.origin is not None]
+    others = [known for known in here if known.code != origin.code and known.digest != origin.digest]
+    if origin.name in MODES or any(known.source == origin.source for known in others):
+        there = "is one of Polytempo's own modes" if origin.name in MODES else "was brought from another file"
+        what = origin.name if origin.name in MODES else origin.source
+        raise SpecError(f"{what} {there}; give yours another name")
+    check_declaration(mode)
+    _BROUGHT[origin.name] = mode
+    parse_spec.cache_clear()
+
+
+def brought() -> Mapping[str, Mode]:
+    """The modes that were brought to this process, by their names."""
+    return dict(_BROUGHT)
+
+
+def origin_named(text: str) -> Origin | None:
+    """The origin of the mode that a text names; None of one of ours, or where it was not brought to this process."""
+    mode = _BROUGHT.get(name_in(text))
+    return None if mode is None else mode.origin
+
+
+def name_in(text: str) -> str:
+    """The name of the mode in a text: for one of a file, that of the file without its folder, and its own."""
+    found = OF_FILE.match(text.strip())
+    return re.split(r"[:,]", text.strip(), maxsplit=1)[0] if found is None else f"{_base(found['file'])}:{found['name']}"
+
+
+def source_in(text: str) -> str:
+    """The file that a text names, without its folder, or else the name of the mode."""
+    found = OF_FILE.match(text.strip())
+    return name_in(text) if found is None else _base(found["file"])
+
+
+def spec_of(sync: str | Mode | Spec) -> Spec:
+    """The spec that a `sync=` stands for: a text, a mode, or a mode with an argument and options."""
+    if isinstance(sync, Spec):
+        return sync
+    return parse_spec(sync) if isinstance(sync, str) else spec_of_object(sync)
+
+
+def spec_of_object(mode: Mode, argument: Sequence[Any] = (), options: Mapping[str, Any] | None = None) -> Spec:
+    """The spec of a mode that is given as an object; texts in this process may name it from here on."""
+    if mode.origin is None and not any(mode is own for own in MODES.values()):
+        file = _file_of(mode.build)
+        brought_so = [known for known in _BROUGHT.values() if known.origin and known.origin.of_file]
+        same = [known for known in brought_so if known.origin and known.origin.code == file and known.name == mode.name]
+        if len(same) == 1:  # the script imports it from the very file that the command line has named
+            mode = same[0]
+        else:
+            mode = replace(mode, origin=Origin(mode.name, _base(file) or mode.name, file, ""))
+            if _BROUGHT.get(mode.name) != mode:  # a cell of a notebook may have declared it anew
+                bring(mode)
+    name = mode.name if mode.origin is None else mode.origin.name
+    given = "".join(f":{_written(value)}" for value in argument)
+    return parse_spec(name + given + "".join(f",{option}={_written(value)}" for option, value in (options or {}).items()))
+
+
+def _file_of(build: Callable[..., Any]) -> str:
+    """The file of the code that makes a policy: of a function, or of the first method of a class."""
+    made_by = [build, *vars(build).values()] if isinstance(build, type) else [build]
+    codes = (getattr(one, "__code__", None) for one in made_by)
+    return next((str(code.co_filename) for code in codes if code is not None), "")
+
+
+def _written(value: Any) -> str:
+    """An argument or option as a text has it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _base(file: str) -> str:
+    return file.replace("\\", "/").rpartition("/")[2]
+
+
+def _of_brought(text: str) -> tuple[str, str] | None:
+    """Where a text names a mode of a file, or one that was brought: its name, and what follows it."""
+    found, name = OF_FILE.match(text), name_in(text)
+    if found is None:
+        return (name, text[len(name) :]) if name in _BROUGHT else None
+    if name not in _BROUGHT:
+        others = [known for known in _BROUGHT if known.startswith(f"{_base(found['file'])}:")]
+        if others:
+            raise SpecError(f"{_base(found['file'])} has no mode {found['name']!r}; it has {', '.join(others)}")
+        raise SpecError(
+            f"{text!r} names a mode of a file, and such a file is loaded only where this machine's command line names it; "
+            f"add --mode {found['file']}"
+        )
+    return name, text[found.end() :]
+
+
 @lru_cache(maxsize=256)
 def parse_spec(text: str) -> Spec:
     """Read a synchronisation spec.
@@ -331,8 +461,15 @@ def parse_spec(text: str) -> Spec:
     Raises:
         SpecError: the spec is unknown or malformed, or its options exclude each other; one line says what to write.
     """
-    choice = parse(text, "synchronisation mode", _SYNTAX, error=SpecError)
-    mode = MODES[choice.name]
+    of_brought = _of_brought(text.strip())
+    if of_brought is None:
+        choice = parse(text, "synchronisation mode", _SYNTAX, error=SpecError)
+        mode = MODES[choice.name]
+    else:
+        name, rest = of_brought
+        mode, text = _BROUGHT[name], name + rest
+        syntax = replace(_syntax_of(mode), example=name + mode.example.removeprefix(mode.name))
+        choice = read_after(name, rest, syntax, SpecError)
     arguments = () if choice.argument is None or mode.argument is None else (choice.argument,)
     mode = next((variant for option, variant in mode.variants.items() if option in choice.options), mode)
     spec = Spec(text.strip(), mode, arguments, choice.options)

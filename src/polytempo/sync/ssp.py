@@ -20,6 +20,7 @@ from polytempo.options import whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.mode import SCALE, Mode
 from polytempo.sync.progress import Progress
+from polytempo.sync.promises import Promises
 
 
 class Bound(Gate):
@@ -47,4 +48,5 @@ SSP = Mode(
     options=SCALE,
     keeps_momentum=True,
     split=None,
+    promises=Promises(lead=lambda bound, **_: bound, waits=lambda bound, **_: bound),
 )

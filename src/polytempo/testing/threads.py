@@ -23,6 +23,7 @@ from polytempo.client.client import Client
 from polytempo.collectives.world import World, open_by_name, open_in_threads
 from polytempo.device.device import Device, Devices
 from polytempo.device.host_device import HostDevice
+from polytempo.door import spec_of_script
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
@@ -34,6 +35,8 @@ from polytempo.server.resume_rules import companions_in
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
 from polytempo.session.session import Session, as_current
+from polytempo.sync.mode import Mode
+from polytempo.sync.spec import Spec
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Channel, Endpoint
 from polytempo.transport.connect import connect
@@ -57,7 +60,7 @@ class ThreadJob:
         self,
         workers: int,
         servers: int = 1,
-        sync: str = "bsp",
+        sync: str | Mode | Spec = "bsp",
         *,
         limits: Limits | None = None,
         record: str | Path | None = None,
@@ -77,6 +80,8 @@ class ThreadJob:
         if device not in (None, "stand-in"):
             raise UsageError(f'expected device="stand-in" or None, got {device!r}')
         self._stand_in = device is not None
+        spec = spec_of_script(sync)
+        sync = spec.text
         self.wire = "ipc" if self._stand_in else self.wire  # queues copy the memory of fences, sockets share it
         checkpoints = Path(checkpoint) if checkpoint else None
         path, manifest = find_checkpoint(Path(resume)) if resume else (None, {})
@@ -103,7 +108,8 @@ class ThreadJob:
         self.notices: list[str] = []
         pools = [Pool(SharedMemoryRegistry() if self.wire == "ipc" else None) for _ in range(servers)]
         self.endpoints = [self._endpoint(index, pool) for index, pool in enumerate(pools)]
-        facts = {"spec": sync, "size": workers, "first_step": self.plan.first_push}
+        facts: dict[str, Any] = {"spec": sync, "size": workers, "first_step": self.plan.first_push}
+        facts |= {"modes": spec.mode.origin.digests} if spec.mode.origin is not None and spec.digest else {}
         self.sequencer = Sequencer(self.plan)
         writer = RecordWriter(record) if record else None
         coordinator = Coordinator(

@@ -20,13 +20,12 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from polytempo.simulate.cluster import Cluster, Trace
-from polytempo.simulate.outcome import spec_of
 from polytempo.simulate.run import simulate_job
 from polytempo.sync.actions import Action, Release
 from polytempo.sync.events import Joined, Measured, Pushed
 from polytempo.sync.machine import Abandon, Computed, Orders, SendPush, TimeUp
 from polytempo.sync.shares import ShareWeights, cut, cut_by_cost
-from polytempo.sync.spec import Spec
+from polytempo.sync.spec import Spec, spec_of
 from polytempo.traces.causes import Factors
 from polytempo.traces.job import (
     BatchSeconds,

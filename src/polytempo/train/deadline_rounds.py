@@ -267,6 +267,7 @@ class DeadlineUpdate(MachineUpdate):
             if self._closed or self._push is None:
                 return False
             total, busy, exchanged = self._sum, self._push.beside, self._exchanged
+            total.measures.fields = self._push.measured
             self._sum, self._spare = RoundSum(GradientSum(self._reducer.copier, self._spare)), total.gradients.buffer
             self._push, self._exchanging, self._exchanged = None, True, 0.0
         self._exchange(total, busy, exchanged)

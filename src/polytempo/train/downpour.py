@@ -135,6 +135,7 @@ class DownpourUpdate(MachineUpdate):
         total, basis, self._sum = self._sum, self._sum_basis, None
         assert total is not None
         reducer, made, self._made = self._reducer, self._made, no_steps()
+        made.fields = order.measured
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
         reducer.client_state.version = basis.version

@@ -116,6 +116,8 @@ class MachineUpdate(StepUpdate):
         self._performs: LivePerforms = {
             machines.Compute: self._compute,
             machines.AskAgain: lambda order: self._tell(machines.ASKED),
+            machines.Settle: nothing,  # when a worker goes is the script's business
+            machines.GoHome: nothing,
             **self.performs(),
         }
 

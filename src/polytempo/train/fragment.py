@@ -128,6 +128,7 @@ class Fragment:
     ) -> None:
         self.reducer, self._rules, self._groups = reducer, list(rules), list(groups)
         self._companions, self._overlaps, self._alone = companions, overlaps, alone
+        self._kept: list[torch.Tensor] = []  # the worker's own values, while those of the job are shown
         self.made = no_steps()  #: the local steps since the last sending
         self.sent_at: int | None = None  #: the local step after which the round under way was begun
         self._sent: list[torch.Tensor] = []  # values at the sending, where local steps follow
@@ -201,8 +202,8 @@ class Fragment:
         """Has the round under way ended, over servers?"""
         return self.sent_at is not None and not self.reducer.client_state.outstanding
 
-    def install(self) -> None:
-        """Take the new values of a round that has ended."""
+    def install(self, pull: float = 1.0) -> None:
+        """Take the new values of a round that has ended, or go this part of the way to them."""
         self.sent_at, mean = None, self.reducer.mean
         if mean is not None and mean.skipped:
             return
@@ -211,10 +212,13 @@ class Fragment:
             self._outer.step([mean.buffer.views[index] for index in range(len(self._tensors))], self._all_rates())
         elif mean is not None:
             new = [mean.buffer.views[index] for index in range(len(self._tensors))]
-        moved = bool(self._sent) and self.made.count > 0  # by local steps since the sending
+        moved = bool(self._sent) and (self.made.count > 0 or pull != 1.0)  # by local steps since the sending, or to be kept
         if moved:
             self._companions.read()
         values = [one - other for one, other in zip(new, self._sent, strict=True)] if moved else new
+        if pull != 1.0:
+            assert moved  # `Averaging.own` keeps what was sent: else this would be the anchor
+            values = [value.mul_(pull) for value in values]
         self.reducer.copier.write(values, adds=moved)
         self._sent = []
         self._companions.write()
@@ -245,6 +249,36 @@ class Fragment:
         if merged:
             self._companions.write()
         self.record()
+
+    def show_beside(self, newest: dict[int, list[Bytes]] | None) -> None:
+        """Show the servers' values in place of the worker's own, which the next step goes on from."""
+        copier = self.reducer.copier
+        self.restore()
+        self._companions.read()
+        self._kept = [tensor.detach().clone() for tensor in self._tensors]
+        if newest is not None:
+            self._land(newest)
+        copier.write(self._views)
+        self._companions.write()
+        self.record()
+
+    def restore(self) -> None:
+        """Make the values this worker's own again, with what the script has written to them meanwhile."""
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        self._companions.read()
+        own = [
+            before if torch.equal(now, shown) else before + (now - shown)
+            for before, now, shown in zip(kept, self._tensors, self._views_there(), strict=True)
+        ]
+        self.reducer.copier.write(own)
+        self._companions.write()
+        self.record()
+
+    def _views_there(self) -> list[torch.Tensor]:
+        """What servers have sent, where the parameters are."""
+        return [view.to(tensor.device) for view, tensor in zip(self._views, self._tensors, strict=True)]
 
     def use_rates(self, rates: Sequence[float]) -> None:
         """The learning rates of a round that others have begun."""
@@ -357,7 +391,7 @@ def make_fragments(
         reducer = make_value_reducer(session, name_of_part, spec, tensors, on_servers, beside)
         if not session.job.resumed or set(more.names) <= set(session.job.companions):
             more.write()  # all start from those of one worker, as with the values, or from the checkpoint's
-        alone = not averaging.waits
+        alone = not averaging.waits or averaging.own
         overlaps = bool(averaging.overlap) or alone
         fragments.append(Fragment(reducer, rules, [info.group for info in infos], more, overlaps, alone))
     return fragments

@@ -55,6 +55,7 @@ class OwnModelUpdate(MachineUpdate):
         reducer.copier.watch.record()
 
     def _push(self, order: SendPush) -> None:
+        self._request.measures.fields = order.measured
         self._neighbours.begin(None, self._wrapped.hyper(), self._request.measures, skip=self._request.skip)
 
     def _changes_since(self, before: FlatBuffer) -> FlatBuffer:

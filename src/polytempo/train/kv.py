@@ -35,6 +35,8 @@ from polytempo.protocol.values import OptimizerSpec, PushId, TableInfo
 from polytempo.server.optimizer_state import dtype_name
 from polytempo.session.session import current
 from polytempo.sync.compatibility import Feature, check_features
+from polytempo.sync.mode import Mode
+from polytempo.sync.spec import Spec
 from polytempo.tables.row_batches import RowPush, ascending, checked_ids, coalesce
 from polytempo.tables.row_optimizers import checked_hyper, rule
 from polytempo.tables.table_shard import TableShard
@@ -281,7 +283,7 @@ class KV:
         ```
     """
 
-    def __init__(self, arrays: Mapping[str, Array], *, sync: str | None = None) -> None:
+    def __init__(self, arrays: Mapping[str, Array], *, sync: str | Mode | Spec | None = None) -> None:
         self._session = current()
         spec = self._session.spec_of(sync)
         if not arrays:
@@ -304,7 +306,11 @@ class KV:
             self._state.take_rows = self._rows.take
             with self._session.lock:
                 infos = tuple(table.info for table in tables)
-                made = OptimizerSpec(sync=spec.text, apply="server", optimizer="", tensors=(), groups=(), tables=infos)
+                made = OptimizerSpec(
+                    *(spec.text, "server", "", (), ()),
+                    tables=infos,
+                    digest=spec.digest,
+                )
                 self._client.register(self._name, made, lambda: (FirstValues(), self._no_data()), self._state)
             self.step = self._state.released - self._ahead
 

@@ -82,7 +82,7 @@ class LocalStepUpdate(MachineUpdate):
     def performs(self) -> LivePerforms:
         return {
             StepHere: self._step_here,
-            SendPush: lambda order: self._send(self.fragments[order.part]),
+            SendPush: self._send,
             Install: self._install,
         }
 
@@ -127,6 +127,7 @@ class LocalStepUpdate(MachineUpdate):
 
     def step(self, request: StepRequest) -> Any:
         """One local step, and what is due after it."""
+        self._restore()
         if self._watch is not None and any(fragment.sent_at is not None for fragment in self.fragments):
             self._watch.poll()
             self._hear_answers()
@@ -188,7 +189,9 @@ class LocalStepUpdate(MachineUpdate):
 
     # Rounds.
 
-    def _send(self, fragment: Fragment) -> None:
+    def _send(self, order: SendPush) -> None:
+        fragment = self.fragments[order.part]
+        fragment.made.fields = order.measured
         hyper = self._hyper or self._wrapped.hyper()
         rates = [float(group["lr"]) for group in hyper]
         if fragment is self.fragments[0]:
@@ -204,7 +207,7 @@ class LocalStepUpdate(MachineUpdate):
         fragment = self.fragments[order.part]
         if fragment.sent_at is None:  # the values that all start with are here already
             return
-        fragment.install()
+        fragment.install(order.pull)
         self._count(fragment)
 
     def _count(self, fragment: Fragment) -> None:
@@ -215,8 +218,15 @@ class LocalStepUpdate(MachineUpdate):
             if self._averaging.state == "reset":
                 drop_state(self._wrapped.optimizer)
 
+    def _restore(self) -> None:
+        if self._averaging.own:
+            with torch.no_grad():
+                for fragment in self.fragments:
+                    fragment.restore()
+
     def flush(self, restarts: bool = False) -> None:
         """Send what was not sent yet, and take all that is under way; `restarts`: all workers do so now."""
+        self._restore()
         with torch.no_grad():
             self._tell(EndBlock(restarts))
             while not self._machine.computes:
@@ -225,6 +235,12 @@ class LocalStepUpdate(MachineUpdate):
             self._watch.forget()  # pushes of no change: this worker need not know of their merge
 
     def consolidate(self, reducer: Reducer) -> None:
+        if self._averaging.own:  # the job's model is another than this worker's, which goes on from its own
+            with torch.no_grad():
+                for fragment in self.fragments:
+                    assert isinstance(fragment.reducer, ServerReducer)  # the mode has no other
+                    fragment.show_beside(fragment.reducer.newest())
+            return
         if self._watch is None:
             self.flush(restarts=True)
             return

@@ -387,7 +387,9 @@ class InputWatch:
     def __call__(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():  # a graph cannot hold a clock
             return
-        self._first = time.perf_counter()
+        self._first = self._first or time.perf_counter()
+        if not torch.is_grad_enabled():  # the script evaluates: what it gives the model then is no work of the step
+            return
         if arguments and isinstance(arguments[0], torch.Tensor):
             self._elements = arguments[0].numel()
         self.stop()

@@ -42,6 +42,7 @@ from polytempo.reducer.gradient_checks import FiniteWatch, OwnReport
 from polytempo.reducer.reducer import Reducer
 from polytempo.session.session import current
 from polytempo.sync.compatibility import Feature, check_features
+from polytempo.sync.mode import Mode
 from polytempo.sync.spec import Spec
 from polytempo.train.assembly import JobPart, make_update
 from polytempo.train.communication import Group
@@ -69,7 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         optimizer: The script's optimizer.
         model: Its model: needed for sparse embeddings, `ServerEmbedding`s and `buffers="mean"`, and gives parameters names.
         named_parameters: Names for error messages, where no model is given.
-        sync: The synchronisation mode, as `polytempo run --sync` takes it; the default is the job's.
+        sync: The synchronisation mode, as `polytempo run --sync` takes it, or an object; the default is the job's. Servers
+            that are processes must have it, too: a file of modes is named by `--sync` or `--mode`.
         via: How gradients travel: "ps", "allreduce" or "auto".
         apply: Where the update is made: "server", or "delta" for an optimizer that only runs on the worker.
         compression: A compression chain for pushes, or a mapping with "push" and "pull".
@@ -95,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         model: torch.nn.Module | None = None,
         *,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        sync: str | None = None,
+        sync: str | Mode | Spec | None = None,
         via: str | None = None,
         apply: str = "server",
         compression: str | Mapping[str, str] | None = None,

@@ -61,7 +61,11 @@ class PushEachStep(MachineUpdate):
         self.start()
 
     def performs(self) -> LivePerforms:
-        return {PushStep: lambda order: self._push(self._request)}
+        return {PushStep: self._push_step}
+
+    def _push_step(self, order: PushStep) -> None:
+        self._request.measures.fields = order.measured
+        self._push(self._request)
 
     def step(self, request: StepRequest) -> Any:
         self._reducer.take_answer()

@@ -29,6 +29,7 @@ from polytempo.records.lines import MAIN
 from polytempo.reducer.optimizer_spec import HyperParameters, SpecBuilder
 from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features, conflict
+from polytempo.sync.mode import Mode
 from polytempo.sync.momentum import MomentumForm, check_kept, check_spike, form_of, has_momentum, is_known
 from polytempo.sync.spec import Spec, refused_of
 from polytempo.train.communication import Group
@@ -184,7 +185,7 @@ class OptimizerArguments:
 
 
 def in_scope(
-    sync: str | None, via: str | None, group: Group | ReplicaRanks | None, session: Session
+    sync: str | Mode | Spec | None, via: str | None, group: Group | ReplicaRanks | None, session: Session
 ) -> tuple[Spec, str | None]:
     """Mode and way of an optimizer: its own, else those of the strategy where it is made inside `with strategy.scope():`,
     else the job's."""

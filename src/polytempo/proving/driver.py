@@ -1,7 +1,7 @@
 """Machines and policies in a job of messages: a second, independent statement of how orders are performed.
 
-Nothing here is the simulator's. A `World` is a value: what every worker does, what is in flight, and what a job may still
-meet with. `World`s are equal where everything that comes can only be equal, so a walk goes through each once.
+Nothing here is the simulator's. A `JobWorld` is a value: what every worker does, what is in flight, and what a job may still
+meet with. `JobWorld`s are equal where everything that comes can only be equal, so a walk goes through each once.
 
     up, down     what a worker tells the policies and what it is told: each in the order sent, at any later moment
     calls        requests and replies of pairs: in order between two workers, else in any
@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from small_jobs import ALIVE, AWAITED, AWAY, DEAD, NO_MODEL, Doing, Interned, Job, Move, World, in_flight, replaced
-
+from polytempo.proving.small_job import ALIVE, AWAITED, AWAY, DEAD, NO_MODEL, Doing, Job, JobWorld, Move, in_flight, replaced
+from polytempo.proving.states import Broken, Interned, States
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
-from polytempo.sync.events import NOT_MEASURED, Joined, Left, Measured, Pushed, Ticked
+from polytempo.sync.events import NOT_MEASURED, Event, Joined, Left, Measured, Pushed, Ticked
+from polytempo.sync.fields import Fields
 from polytempo.sync.machine import (
     Abandon,
     AddStep,
@@ -53,26 +55,42 @@ from polytempo.sync.machine import (
     StartsAt,
     StepHere,
     TimeUp,
+    WorkerEvent,
     WorkerMachine,
+    WorkerOrder,
 )
 
 
 class Driver:
     """Performs the orders of machines and the actions of policies, and looks at each of them.
 
-    One move at a time: `after` gives the world after it. What is wrong is an `AssertionError`.
+    One move at a time: `after` gives the world after it. What is wrong is a `Broken`.
+
+    Args:
+        job: What is played.
+        states: `Interned`, where one world has several after it; `Played`, where it has one.
+        explains: Do policies say why workers are held?
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.spec = job, job.spec
-        self.policies, self.machines = Interned(), Interned()
+    def __init__(self, job: Job, states: Callable[[], States] = Interned, explains: bool = False) -> None:
+        self.job, self.spec, self.explains = job, job.spec, explains
+        self.policies, self.machines = states(), states()
+        #: Hear of what a policy is told and answers (fragment, event, moment, actions); of a machine with its rank.
+        self.hears_policy: Callable[[int, Event, float, Sequence[Action]], object] | None = None
+        self.hears_machine: Callable[[int, WorkerEvent, Sequence[WorkerOrder]], object] | None = None
+        self.weigh: Callable[[int, int], float] | None = None  #: samples of a push: of which worker, of how many steps
+        self.asked = 0  #: how many times a policy or a machine was
+        self.traced: tuple[int, Callable[[Callable[[], Any]], Any]] | None = None  #: which of them is made by what
+        self.current: object = None  #: the action or order that is carried out
+        #: The policy or machine that was asked last, and on what event.
+        self.answering: tuple[object, type, tuple[Any, ...]] = (None, type(None), ())
         self.seen: Counter[str] = Counter()
         machine = self._new_machine(0)
         self.brings, self.parts, self.micro = machine.brings, machine.parts, machine.micro
         self.averaging = job.spec.averaging
         self.corrections = job.spec.corrections if machine.brings != "values" else None
         self.versions = self.corrections is not None and self.corrections.any
-        self._performs = {
+        self._performs: dict[type, Callable[[int, Any], None]] = {
             Compute: self._compute,
             StepHere: self._step_here,
             PushStep: self._push_step,
@@ -97,17 +115,19 @@ class Driver:
     def _new_machine(self, rank: int) -> WorkerMachine:
         return self.spec.machine(rank, self.job.last)
 
-    def first(self) -> World:
-        policy = self.spec.policy(self.job.workers)
-        policy.explains = False
-        number = self.policies.number(policy)
-        workers = [Doing(AWAITED)] * self.job.workers + [Doing(AWAY)] * bool(self.job.joins)
-        return World((number,) * self.parts, tuple(workers), losses=self.job.losses, joins=self.job.joins, odd=self.job.odd)
+    def first(self) -> JobWorld:
+        """All workers are awaited."""
+        policies = [self.spec.policy(self.job.workers) for _ in range(self.parts)]
+        for policy in policies:
+            policy.explains = self.explains
+        numbers = tuple([self.policies.number(policy) for policy in policies])
+        workers = [Doing(AWAITED)] * self.job.workers + [Doing(AWAY)] * min(self.job.joins, self.job.comers)
+        return JobWorld(numbers, tuple(workers), losses=self.job.losses, joins=self.job.joins, odd=self.job.odd)
 
     # What can happen.
 
-    def moves(self, world: World) -> Iterator[Move]:
-        """All that can happen next: what nobody can put off for ever, then what need not happen."""
+    def moves(self, world: JobWorld) -> Iterator[Move]:
+        """All that can happen next: what cannot be put off for ever."""
         later = math.inf
         if self.job.prompt and (asking := [rank for rank, doing in enumerate(world.workers) if doing.again]):
             yield "asked", asking[0]
@@ -117,7 +137,7 @@ class Driver:
                 if doing.ends <= world.now:
                     yield "computed", rank
                 later = min(later, doing.ends)
-                if self.job.deadline and (ends := self._deadline_of(doing)) < math.inf:
+                if self.job.deadline and (ends := self.deadline_of(doing)) < math.inf:
                     if ends <= world.now:
                         yield "time is up", rank
                     later = min(later, ends)
@@ -146,7 +166,7 @@ class Driver:
             elif world.now < later < math.inf and (world.odd or not in_flight(world)):
                 yield "clock", later
 
-    def chances(self, world: World) -> Iterator[Move]:
+    def chances(self, world: JobWorld) -> Iterator[Move]:
         """What may befall the job."""
         for rank, doing in enumerate(world.workers):
             if world.losses and doing.status in (ALIVE, AWAITED):
@@ -157,7 +177,7 @@ class Driver:
             if world.joins and doing.status in (AWAY, DEAD) and not (back and self.job.prompt):
                 yield "joins", rank
 
-    def _deadline_of(self, doing: Doing) -> float:
+    def deadline_of(self, doing: Doing) -> float:
         machine = self.machines.things[doing.machine]
         return machine.ends_at if getattr(machine, "in_round", False) else math.inf
 
@@ -165,16 +185,23 @@ class Driver:
         idle = doing.ends == math.inf and not doing.up and not doing.again
         return idle and (doing.home or doing.leaving) and self.machines.things[doing.machine].is_free
 
-    def after(self, world: World, move: Move) -> Iterator[World]:
-        """The worlds after a move: as many as there are durations, where it makes a worker compute."""
-        for seconds in (1.0, 0.0, self.job.deadline) if world.odd and self.job.deadline else (1.0,):
+    def after(self, world: JobWorld, move: Move, which: int | None = None) -> Iterator[JobWorld]:
+        """The worlds after a move: as many as there are durations, where it makes a worker compute.
+
+        Args:
+            world: The one before.
+            move: The move.
+            which: The only one that is wanted; where states are `Played`, there is one.
+        """
+        durations = (1.0, 0.0, self.job.deadline) if world.odd and self.job.deadline else (1.0,)
+        for seconds in durations if which is None else durations[which : which + 1]:
             self.seconds, self.workers, self.chose = seconds, list(world.workers), False
             self.policy_numbers, self.pending, self.calls = list(world.policies), list(world.pending), list(world.calls)
             self.mail, self.wakes, self.now, self.version = set(world.mail), world.wakes, world.now, world.version
             self.losses, self.joins, self.cuts = world.losses, world.joins, world.cuts
             kind, *about = move
             getattr(self, "_" + kind.replace(" ", "_"))(*about)
-            yield World(
+            yield JobWorld(
                 tuple(self.policy_numbers),
                 tuple(self.workers),
                 tuple(sorted(self.pending)),
@@ -199,20 +226,37 @@ class Driver:
     def _tell(self, rank: int, event: type, *args: Any, part: int = 0) -> None:
         """Tell a machine, and perform its orders."""
         doing = self.workers[rank]
-        orders, number = self.machines.handle(doing.machine, event, args, self.now, part)
+        orders, number = self._ask(self.machines, doing.machine, event, args, self.now, part)
         self.workers[rank] = doing._replace(machine=number)
+        if self.hears_machine is not None:
+            self.hears_machine(rank, event(*args), orders)
         answers = 0
         for order in orders:
-            kind = type(order)
+            kind, self.current = type(order), order
             self.seen[kind.__name__] += 1
             if kind is AnswerPartner:
-                assert event is Requested, f"{order} answers nobody"
-                assert (order.asker, order.step) == args, f"{order} answers another request"
+                if event is not Requested:
+                    raise Broken(f"{order} answers a request that is not there")
+                if (order.asker, order.step) != args:
+                    raise Broken(f"{order} answers another request")
                 answers += 1
                 self._answer(rank, order)
-            else:
+            elif kind in self._performs:
                 self._performs[kind](rank, order)
-        assert answers == (event is Requested), f"a request of worker {args} has {answers} answers"
+            else:
+                raise Broken(f"worker {rank} orders {order!r}, which is no order")
+        self.current = None
+        if answers != (event is Requested):
+            raise Broken(f"a request of worker {args} has {answers} answers")
+
+    def _ask(self, states: States, number: int, event: type, args: tuple[Any, ...], *about: Any) -> tuple[Any, int]:
+        """What a policy or a machine answers."""
+        self.asked += 1
+        self.answering = states.things[number], event, args
+        if self.traced is None or self.traced[0] != self.asked:
+            return states.handle(number, event, args, *about)
+        answer: tuple[Any, int] = self.traced[1](lambda: states.handle(number, event, args, *about))
+        return answer
 
     def _clock(self, now: float) -> None:
         self.now = now
@@ -272,7 +316,8 @@ class Driver:
 
     def _hear_release(self, rank: int, doing: Doing, part: int, step: int, directive: Any, version: int) -> None:
         before, pushes = doing.released[part], doing.pushes
-        assert step > before, f"worker {rank} is released for step {step} after step {before}"
+        if step <= before:
+            raise Broken(f"worker {rank} is released for step {step} after step {before}")
         if doing.dropped:
             pushes = replaced(pushes, part, step)
         come = doing.come if self.brings == "sum" else replaced(doing.come, part, True)
@@ -286,10 +331,11 @@ class Driver:
     def _arrives(self, rank: int) -> None:
         """A push has reached its policy."""
         doing = self.workers[rank]
-        (_, part, step, count, seconds, version), *rest = doing.up
+        (_, part, step, count, seconds, version, own), *rest = doing.up
         self._change(rank, up=tuple(rest))
         self.pending.append((part, rank, step))
-        samples, measured = count, NOT_MEASURED
+        samples: float = count
+        measured = NOT_MEASURED
         if self.brings == "values":
             measured = Measured(loss=1.0, lr=1.0)
         elif self.brings == "share":
@@ -299,6 +345,10 @@ class Driver:
             measured = Measured(work=float(count), computed=seconds)
         elif self.brings == "gradient":
             samples = 1
+        if own is not None:
+            measured = replace(measured, fields=own)
+        if self.weigh is not None and samples:
+            samples = self.weigh(rank, count)
         self._decide(part, Pushed, (rank, step, samples, (), count, measured), version)
 
     def _tick(self) -> None:
@@ -321,9 +371,8 @@ class Driver:
             self._change(receiver, asks=None, model=doing.model or averaged)
         machine = doing.machine
         self._tell(receiver, Replied, sender, step, averaged)
-        assert awaited or self.workers[receiver].machine == machine, (
-            f"worker {receiver} heeds a reply that it does not await"
-        )
+        if not awaited and self.workers[receiver].machine != machine:
+            raise Broken(f"worker {receiver} heeds a reply that it does not await")
 
     # Members.
 
@@ -360,17 +409,23 @@ class Driver:
     def _gone(self, rank: int) -> None:
         doing, machine = self.workers[rank], self.machines.things[self.workers[rank].machine]
         if not doing.leaving:
-            assert machine.done, f"worker {rank} goes home before its last step"
+            if not machine.done:
+                raise Broken(f"worker {rank} goes home before its last step")
             late = self.brings == "batches"  # what is done after the last push is returned by the driver
-            assert late or not any(doing.unsent), f"worker {rank} goes home with steps that are not pushed: {doing}"
+            if not late and any(doing.unsent):
+                raise Broken(f"worker {rank} goes home with steps that are not pushed: {doing}")
             if self.averaging is not None and (self.averaging.waits or self.parts == 1):
                 answered = all(step <= allowed for step, allowed in zip(doing.pushes, doing.released, strict=True))
-                assert answered, f"worker {rank} goes home without an answer: {doing}"
-                assert not any(doing.come), f"worker {rank} goes home and has not taken what has come: {doing}"
+                if not answered:
+                    raise Broken(f"worker {rank} goes home without an answer: {doing}")
+                if any(doing.come):
+                    raise Broken(f"worker {rank} goes home and has not taken what has come: {doing}")
         self._part_with(rank, "finished")
 
     def _part_with(self, rank: int, reason: str) -> None:
         self.workers[rank] = Doing(AWAY)
+        if all(doing.status == AWAY for doing in self.workers):
+            self.cuts = ()  # who comes next cuts a joint batch that none has computed on, or a later one
         self.mail = {letter for letter in self.mail if letter[2] != rank}
         self.calls = [call for call in self.calls if call[1] != rank]
         self.pending = [(part, -1 - rank if worker == rank else worker, step) for part, worker, step in self.pending]
@@ -384,10 +439,13 @@ class Driver:
 
     def _decide(self, part: int, event: type, args: tuple[Any, ...], version: int = 0) -> None:
         """Let the policy of a fragment decide on an event, and carry out its actions."""
-        actions, number = self.policies.handle(self.policy_numbers[part], event, args, self.now)
+        actions, number = self._ask(self.policies, self.policy_numbers[part], event, args, self.now)
         self.policy_numbers[part] = number
+        if self.hears_policy is not None:
+            self.hears_policy(part, event(*args), self.now, actions)
         for action in self._corrected(actions, version) if self.versions else actions:
             self.seen[type(action).__name__] += 1
+            self.current = action
             if isinstance(action, Release):
                 self._send(action.worker, "release", part, action.step, action.directive, self.version)
             elif isinstance(action, Admit):
@@ -402,48 +460,54 @@ class Driver:
                     self._send(action.worker, "dropped", part)
             elif isinstance(action, Wake):
                 self.wakes = tuple(sorted({*self.wakes, action.at}))
-            else:
-                assert isinstance(action, Hold)
+            elif not isinstance(action, Hold):
+                raise Broken(f"a policy answers {action!r}, which is no action")
+        self.current = None
 
     def _corrected(self, actions: Sequence[Action], version: int) -> Iterator[Action]:
         for action in actions:
             if isinstance(action, Apply):
                 (push,) = action.pushes
-                assert self.corrections is not None
-                if drop := self.corrections.verdict(self.version - version).drop:
+                if self.corrections is not None and (drop := self.corrections.verdict(self.version - version).drop):
                     action = Discard(push.worker, push.step, drop)
             yield action
 
     def _send(self, rank: int, *told: Any) -> None:
         doing = self.workers[rank]
-        assert doing.status in (ALIVE, DEAD), f"worker {rank} is gone, and is told {told}"
+        if doing.status not in (ALIVE, DEAD):
+            raise Broken(f"worker {rank} is gone, and is told {told}")
         if doing.status == ALIVE:
             self._change(rank, down=(*doing.down, told))
 
     def _take(self, part: int, worker: int, step: int) -> None:
         """A push is decided on, once. One of an earlier life may be of the same step."""
         push = next((push for push in ((part, worker, step), (part, -1 - worker, step)) if push in self.pending), None)
-        assert push is not None, f"step {step} of worker {worker} is applied or discarded, and has not been pushed"
+        if push is None:
+            raise Broken(f"step {step} of worker {worker} is applied or discarded, and has not been pushed")
         self.pending.remove(push)
 
     # Orders.
 
     def _compute(self, rank: int, order: Compute) -> None:
         doing = self.workers[rank]
-        assert doing.ends == math.inf, f"worker {rank} computes already"
-        assert doing.model, f"worker {rank} has no values to compute on"
+        if doing.ends != math.inf:
+            raise Broken(f"worker {rank} computes already")
+        if not doing.model:
+            raise Broken(f"worker {rank} has no values to compute on")
         ends_its_round = self.brings == "batches" and doing.unsent[0]
-        assert not doing.home, f"worker {rank} was to go home, and computes"
-        assert not doing.leaving or ends_its_round, f"worker {rank} was to leave, and computes"
+        if doing.home:
+            raise Broken(f"worker {rank} was to go home, and computes")
+        if doing.leaving and not ends_its_round:
+            raise Broken(f"worker {rank} was to leave, and computes")
         if self.brings == "values":
             self._may_compute_in_block(rank, doing)
         else:
-            assert doing.pushes[0] <= doing.released[0], (
-                f"worker {rank} computes for step {doing.pushes[0]} without a release"
-            )
+            if doing.pushes[0] > doing.released[0]:
+                raise Broken(f"worker {rank} computes for step {doing.pushes[0]} without a release")
         if self.brings == "share":
             step, known = doing.pushes[0], dict(self.cuts)
-            assert known.setdefault(step, order.weights) == order.weights, f"the joint batch {step} is cut in two ways"
+            if known.setdefault(step, order.weights) != order.weights:
+                raise Broken(f"the joint batch {step} is cut in two ways")
             self.cuts = tuple(sorted(known.items()))
         seconds = self.seconds if self.job.deadline else 0.0
         self.chose = True
@@ -451,40 +515,54 @@ class Driver:
 
     def _may_compute_in_block(self, rank: int, doing: Doing) -> None:
         """Where workers wait for answers, a step after `overlap` ones since the sending needs them to be there and taken."""
-        assert self.averaging is not None
-        assert min(doing.released) >= 0, f"worker {rank} starts without the values of all fragments"
-        for part in range(self.parts) if self.averaging.waits else ():
-            if doing.unsent[part] >= self.averaging.overlap:
-                assert doing.pushes[part] <= doing.released[part], f"worker {rank} does not wait for fragment {part}"
-                assert not doing.come[part], f"worker {rank} computes on, and has not taken fragment {part}"
+        if min(doing.released) < 0:
+            raise Broken(f"worker {rank} starts without the values of all fragments")
+        averaging = self.averaging
+        for part in range(self.parts) if averaging is not None and averaging.waits else ():
+            if averaging is not None and doing.unsent[part] >= averaging.overlap:
+                if doing.pushes[part] > doing.released[part]:
+                    raise Broken(f"worker {rank} does not wait for fragment {part}")
+                if doing.come[part]:
+                    raise Broken(f"worker {rank} computes on, and has not taken fragment {part}")
 
     def _step_here(self, rank: int, order: StepHere) -> None:
         doing = self.workers[rank]
-        assert any(doing.unsent), f"worker {rank} makes a step without a gradient"
-        assert doing.number in (-1, order.number - 1), f"worker {rank} makes step {order.number} after {doing.number}"
+        if not any(doing.unsent):
+            raise Broken(f"worker {rank} makes a step without a gradient")
+        if doing.number not in (-1, order.number - 1):
+            raise Broken(f"worker {rank} makes step {order.number} after {doing.number}")
         self._change(rank, number=order.number)
 
     def _push_step(self, rank: int, order: PushStep) -> None:
         machine, step = self.machines.things[self.workers[rank].machine], self.workers[rank].pushes[0]
-        assert machine.step - 1 == step, f"worker {rank} pushes step {machine.step - 1}, and its next is {step}"
-        self._push(rank, step, 1, 0)
+        if machine.step - 1 != step:
+            raise Broken(f"worker {rank} pushes step {machine.step - 1}, and its next is {step}")
+        self._push(rank, step, 1, 0, order.measured)
 
     def _send_push(self, rank: int, order: SendPush) -> None:
-        assert order.beside == (self.workers[rank].ends < math.inf), f"{order} of worker {rank}"
-        self._push(rank, order.step, order.count, order.part)
+        if order.beside != (self.workers[rank].ends < math.inf):
+            raise Broken(f"{order} of worker {rank}")
+        self._push(rank, order.step, order.count, order.part, order.measured)
 
-    def _push(self, rank: int, step: int, count: int, part: int) -> None:
+    def _push(self, rank: int, step: int, count: int, part: int, own: Fields | None) -> None:
         doing = self.workers[rank]
-        assert step == doing.pushes[part], f"worker {rank} pushes step {step}, and its next is {doing.pushes[part]}"
-        assert step <= doing.released[part], f"worker {rank} pushes step {step}, and may push {doing.released[part]}"
-        assert count == doing.unsent[part], f"worker {rank} pushes {count} steps of {doing.unsent[part]}"
-        under_way = sum(push[1] == part for push in doing.up) + sum(push[:2] == (part, rank) for push in self.pending)
-        assert under_way < self.job.in_flight, f"worker {rank} has {under_way} pushes under way, and pushes another"
-        assert not doing.snapshot, f"worker {rank} pushes a step that is not added to its values"
+        if step != doing.pushes[part]:
+            raise Broken(f"worker {rank} pushes step {step}, and its next is {doing.pushes[part]}")
+        if step > doing.released[part]:
+            raise Broken(f"worker {rank} pushes step {step}, and may push {doing.released[part]}")
+        if count != doing.unsent[part]:
+            raise Broken(f"worker {rank} pushes {count} steps of {doing.unsent[part]}")
+        under_way = sum(push[1] == part for push in doing.up)
+        if not self.spec.capabilities.early:  # else it may go on before they are decided on
+            under_way += sum(push[:2] == (part, rank) for push in self.pending)
+        if under_way >= self.job.in_flight:
+            raise Broken(f"worker {rank} has {under_way} pushes under way, and pushes another")
+        if doing.snapshot:
+            raise Broken(f"worker {rank} pushes a step that is not added to its values")
         spent = doing.spent if self.job.deadline else 0.0
         self._change(
             rank,
-            up=(*doing.up, ("push", part, step, count, spent, doing.version if self.versions else 0)),
+            up=(*doing.up, ("push", part, step, count, spent, doing.version if self.versions else 0, own)),
             pushes=replaced(doing.pushes, part, step + 1),
             unsent=replaced(doing.unsent, part, 0),
             spent=0.0,
@@ -494,21 +572,26 @@ class Driver:
 
     def _abandon(self, rank: int, order: Abandon) -> None:
         doing = self.workers[rank]
-        assert doing.unsent[0], f"worker {rank} abandons nothing"
+        if not doing.unsent[0]:
+            raise Broken(f"worker {rank} abandons nothing")
         self._change(rank, unsent=(doing.unsent[0] - 1,))
 
     def _request_values(self, rank: int, order: RequestValues) -> None:
-        assert not self.workers[rank].fetching, f"worker {rank} fetches twice at once"
+        if self.workers[rank].fetching:
+            raise Broken(f"worker {rank} fetches twice at once")
         self._change(rank, fetching=True)
 
     def _install(self, rank: int, order: Install) -> None:
         doing = self.workers[rank]
-        assert doing.come[order.part], f"worker {rank} takes values of fragment {order.part} that have not come"
-        assert doing.ends == math.inf, f"worker {rank} takes values while it computes on others"
+        if not doing.come[order.part]:
+            raise Broken(f"worker {rank} takes values of fragment {order.part} that have not come")
+        if doing.ends != math.inf:
+            raise Broken(f"worker {rank} takes values while it computes on others")
         self._change(rank, come=replaced(doing.come, order.part, False), model=True)
 
     def _begin(self, rank: int, order: Begin) -> None:
-        assert not (order.empty and self.workers[rank].model), f"worker {rank} throws its values away"
+        if order.empty and self.workers[rank].model:
+            raise Broken(f"worker {rank} throws its values away")
         self._change(rank, model=not order.empty)
 
     def _snapshot(self, rank: int, order: Snapshot) -> None:
@@ -516,8 +599,10 @@ class Driver:
 
     def _add_step(self, rank: int, order: AddStep) -> None:
         doing = self.workers[rank]
-        assert doing.snapshot, f"worker {rank} adds a step that it did not make on a snapshot"
-        assert doing.unsent[0] == 1, f"worker {rank} adds a step that it has not made"
+        if not doing.snapshot:
+            raise Broken(f"worker {rank} adds a step that it did not make on a snapshot")
+        if doing.unsent[0] != 1:
+            raise Broken(f"worker {rank} adds a step that it has not made")
         self._change(rank, snapshot=False)
 
     def _ask_again(self, rank: int, order: AskAgain) -> None:
@@ -532,13 +617,14 @@ class Driver:
     # Between workers.
 
     def _send_model(self, rank: int, order: SendModel) -> None:
-        assert self.workers[rank].model, f"worker {rank} has no model to send"
-        assert order.step in (self.workers[rank].pushes[0], self.workers[rank].pushes[0] - 1)
+        if not self.workers[rank].model:
+            raise Broken(f"worker {rank} has no model to send")
+        if order.step not in (self.workers[rank].pushes[0], self.workers[rank].pushes[0] - 1):
+            raise Broken(f"worker {rank} sends its model of step {order.step}, its next is {self.workers[rank].pushes[0]}")
         for other, _ in order.row.send:
             if self.workers[other].status == ALIVE:
-                assert (rank, order.step, other) not in self.mail, (
-                    f"worker {rank} sends its model of step {order.step} twice"
-                )
+                if (rank, order.step, other) in self.mail:
+                    raise Broken(f"worker {rank} sends its model of step {order.step} twice")
                 self.mail.add((rank, order.step, other))
 
     def _mix(self, rank: int, order: Mix) -> None:
@@ -547,20 +633,21 @@ class Driver:
             if other in order.lost:
                 continue
             sent = (other, order.step, rank) in self.mail
-            assert sent or (other, order.step, NO_MODEL) in self.mail, (
-                f"worker {rank} mixes what {other} has not sent: {order}"
-            )
+            if not sent and (other, order.step, NO_MODEL) not in self.mail:
+                raise Broken(f"worker {rank} mixes what {other} has not sent: {order}")
             model = model or sent
         neighbours = {other for other, _ in (*order.row.send, *order.row.receive)}
-        assert neighbours.issuperset(order.lost), f"{order} of worker {rank} has lost one who is no neighbour"
+        if not neighbours.issuperset(order.lost):
+            raise Broken(f"{order} of worker {rank} has lost one who is no neighbour")
         self.mail = {letter for letter in self.mail if letter[2] != rank or letter[1] > order.step}
         self._change(rank, model=model)
 
     def _ask_partner(self, rank: int, order: AskPartner) -> None:
         doing, partner = self.workers[rank], order.partner
-        assert doing.asks is None, f"worker {rank} asks {partner}, and waits for {doing.asks}"
-        assert partner != rank
-        assert order.step == doing.pushes[0]
+        if doing.asks is not None:
+            raise Broken(f"worker {rank} asks {partner}, and waits for {doing.asks}")
+        if partner == rank or order.step != doing.pushes[0]:
+            raise Broken(f"worker {rank} asks {partner} for an average of step {order.step}, its next is {doing.pushes[0]}")
         self._change(rank, asks=(partner, order.step))
         there = self.workers[partner].status
         if there == ALIVE:
@@ -570,7 +657,9 @@ class Driver:
 
     def _answer(self, rank: int, order: AnswerPartner) -> None:
         doing = self.workers[rank]
-        assert not order.averaged or doing.model, f"worker {rank} averages a model that it does not have"
-        assert not order.averaged or doing.asks is None, f"worker {rank} averages while it waits for an average itself"
+        if order.averaged and not doing.model:
+            raise Broken(f"worker {rank} averages a model that it does not have")
+        if order.averaged and doing.asks is not None:
+            raise Broken(f"worker {rank} averages while it waits for an average itself")
         if self.workers[order.asker].status == ALIVE:
             self.calls.append((rank, order.asker, "reply", order.step, order.averaged))

@@ -1,0 +1,95 @@
+"""A job of machines and policies as a value: what a `Driver` changes, a walk goes through and a game is played with.
+
+Policies and machines stand in it as numbers (`states.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from polytempo.sync.fields import Fields
+from polytempo.sync.spec import Spec
+
+#: What a worker is: not here (yet, or any more), of the initial ones and awaited, here, or dead without others knowing it.
+AWAY, AWAITED, ALIVE, DEAD = range(4)
+
+#: In `mail`, in place of a receiver: the sender has no model, so that no worker is sent anything.
+NO_MODEL = -1
+
+#: "push", fragment, step, count, seconds, version that it was computed on, what its mode measures
+SentPush = tuple[str, int, int, int, float, int, Fields | None]
+Told = tuple[Any, ...]
+PairCall = tuple[int, int, str, int, bool]  # sender, receiver, "request" or "reply", the asker's step, averaged
+Move = tuple[Any, ...]
+
+
+class Doing(NamedTuple):
+    """A worker, as its driver knows it."""
+
+    status: int
+    machine: int = -1
+    up: tuple[SentPush, ...] = ()
+    down: tuple[Told, ...] = ()
+    ends: float = math.inf  # when what it computes is done; inf: it computes nothing
+    took: float = 0.0  # seconds of what it computes
+    spent: float = 0.0  # seconds of what is not pushed yet
+    number: int = -1  # of the last step that its own optimizer made
+    leaving: bool = False  # it was told to leave
+    home: bool = False  # it has ordered to go home
+    settles: bool = False  # it wants to know when nothing is under way
+    again: bool = False  # it wants to know when it is done with its orders
+    fetching: bool = False
+    snapshot: bool = False
+    model: bool = False  # has it values to compute on?
+    asks: tuple[int, int] | None = None  # the partner whose reply it waits for, and the step
+    dropped: bool = False  # a push was; its next release says where it goes on
+    released: tuple[int, ...] = ()  # of each fragment the last step that it may push
+    pushes: tuple[int, ...] = ()  # the step of its next push
+    unsent: tuple[int, ...] = ()  # (local) steps since its last push
+    come: tuple[bool, ...] = ()  # values that are there and not taken
+    version: int = 0  # of the values that it holds
+
+
+class JobWorld(NamedTuple):
+    """A job at one moment."""
+
+    policies: tuple[int, ...]
+    workers: tuple[Doing, ...]
+    pending: tuple[tuple[int, int, int], ...] = ()  # pushes that no policy has decided on: fragment, worker, step
+    calls: tuple[PairCall, ...] = ()
+    mail: frozenset[tuple[int, int, int]] = frozenset()  # sender, step, receiver
+    cuts: tuple[tuple[int, Any], ...] = ()  # by which shares the joint batch of a step is cut
+    wakes: tuple[float, ...] = ()
+    now: float = 0.0
+    version: int = 0
+    losses: int = 0  # workers that may still die, or be told to leave
+    joins: int = 0
+    odd: int = 0  # steps, or messages on which the clock goes on, that may still take other than 1, or than no time
+
+
+@dataclass(frozen=True)
+class Job:
+    """A mode, how large the job is, and what may befall it."""
+
+    spec: Spec
+    workers: int
+    last: float  # steps of each worker
+    in_flight: int = 1  # pushes of a worker
+    deadline: float = 0.0  # 0: time does not matter
+    odd: int = 0  # steps that take 0 or as long as the deadline, not 1; or messages that take time
+    losses: int = 0
+    joins: int = 0
+    comers: int = 1  # workers that may join and were not awaited
+    prompt: bool = False  # a worker hears at once when its orders are done; one that is gone does not come back
+
+
+def in_flight(world: JobWorld) -> bool:
+    """Is a message under way?"""
+    return bool(world.calls) or any(doing.up or doing.down for doing in world.workers)
+
+
+def replaced(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    """These values with another one in one place."""
+    return (*values[:place], value, *values[place + 1 :])
