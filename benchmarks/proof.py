@@ -13,6 +13,7 @@ pauses    the longest pause of a worker while another is stopped or killed: deco
 strategies bytes, memory and seconds of strategies of four processes: predicted against counted
 gpt       examples/gpt.py under every strategy: its validation loss against one process with the same samples
 auto      strategy="auto" against all factorisations of 4 x schedules x microbatch counts, each measured, on three models
+elastic   elastic averaging against bsp: digits in virtual time, 4 to 16 workers, even and with a slow one; paired seeds
 asynchronous  what asynchronous modes end with at bsp's rate and momentum, against bsp: digits, a CNN, a GPT; paired seeds
 uneven    time to 87 % on Fashion-MNIST of all modes on four clusters, with slow and stalled workers
 uneven_live  workers of unequal speed, live: waiting, samples a second; a worker that changes its speed
@@ -31,6 +32,7 @@ from rich.progress import track
 from asup import asup
 from asynchronous import asynchronous
 from auto_strategy import auto_strategy
+from elastic import elastic
 from gpt_strategies import gpt_strategies
 from local_accuracy import local_accuracy
 from measure import save
@@ -74,6 +76,8 @@ CHECKED = (
     "diloco:3",
     "diloco:4,quorum=2",
     "diloco:4,quorum=2,grace=1,drop=2",
+    "easgd:3",
+    "easgd:4,rho=0.5,overlap=1",
     "gossip:ring",
     "gossip:exp",
     "gossip:full,overlap=1",
@@ -163,7 +167,7 @@ def main() -> None:
         "--only",
         choices=(
             *("modes", "records", "prediction", "tables", "asup", "scripts", "accuracy", "network", "pauses"),
-            *("talk_less", "strategies", "auto", "gpt", "uneven", "uneven_live", "asynchronous"),
+            *("talk_less", "strategies", "auto", "gpt", "uneven", "uneven_live", "asynchronous", "elastic"),
         ),
     )
     parser.add_argument("--seeds", type=int, help="number of seeds instead of 10, 300, 5 and 400 (prediction: steps, 600)")
@@ -184,6 +188,8 @@ def main() -> None:
         talk_less(arguments.seeds or 5)
     if arguments.only in (None, "asynchronous"):
         asynchronous(seeds=arguments.seeds)
+    if arguments.only in (None, "elastic"):
+        elastic(arguments.seeds or 10)
     if arguments.only in (None, "uneven"):
         uneven(arguments.seeds or 5)
     if arguments.only in (None, "uneven_live"):

@@ -98,7 +98,7 @@ def test_local_steps_and_neighbours(sync: str, flags: tuple[str, ...], bench: Be
     close(on_gpu(bench, ["SGD", "AdamW"], "-n", "2", "--sync", sync, *flags), on_cpu(["SGD", "AdamW"], 2, sync))
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp:1", "delay:2", "diloco:4,quorum=1,grace=0", "adpsgd:ring"])
+@pytest.mark.parametrize("sync", ["asp", "ssp:1", "delay:2", "diloco:4,quorum=1,grace=0", "easgd:4", "adpsgd:ring"])
 def test_modes_whose_result_depends_on_the_order_of_two_workers(sync: str, bench: Bench) -> None:
     """Near the values of a loop with the whole batch; the outer momentum of DiLoCo goes farthest."""
     cases = ["SGD"] if "ring" in sync or "diloco" in sync else ["SGD", "SGD momentum", "AdamW"]
@@ -120,8 +120,8 @@ def test_each_collective(bench: Bench) -> None:
 
 MODES = (
     *("bsp", "ssp:3", "dssp:3..15", "asp", "every:4", "delay:0", "downpour:push=8,fetch=8", "asup"),
-    *("local:4", "adacomm:4", "diloco:4", "asp,momentum=lookahead", "ssp:3,momentum=worker", "delay:0,momentum=lookahead"),
-    "asp,momentum=lookahead,spike=1.1",
+    *("local:4", "adacomm:4", "diloco:4", "easgd:4", "asp,momentum=lookahead", "ssp:3,momentum=worker"),
+    *("delay:0,momentum=lookahead", "asp,momentum=lookahead,spike=1.1"),
 )
 
 

@@ -33,7 +33,7 @@ def test_a_file_is_brought_by_all_processes_and_its_record_needs_it(bench: Bench
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_mode.py"
 
 
-@pytest.mark.parametrize(("sync", "workers"), [("K_BATCH:3", 2), ("K_BATCH:3", 4)])
+@pytest.mark.parametrize(("sync", "workers"), [("easgd:4", 2), ("easgd:4", 4), ("K_BATCH:3", 2), ("K_BATCH:3", 4)])
 def test_elastic_averaging_and_the_example_learn_with_a_slow_worker(sync: str, workers: int, bench: Bench) -> None:
     """Live over servers, recorded, checked and replayed; no worker waits for the slow one."""
     if sync.startswith("K_BATCH"):

@@ -48,6 +48,8 @@ MODES = (
     "adacomm:2",
     "diloco:3",
     "diloco:3,quorum=2",
+    "easgd:3",
+    "easgd:3,rho=0.5,overlap=1",
     "gossip:ring",
     "gossip:exp",
     "gossip:ring,overlap=1",

@@ -105,7 +105,7 @@ def test_every_mode_has_its_place_in_the_order_of_caution() -> None:
     found = {name: parse_spec(mode.example).capabilities.caution for name, mode in MODES.items()}
     assert {name for name, caution in found.items() if caution is Caution.EXACT} == {"bsp", "bsp+balance"}
     assert {name for name, caution in found.items() if caution is Caution.FRESH} == {"bsp+backup", "anytime"}
-    assert {name for name, caution in found.items() if caution is Caution.LOCAL} == {"local", "adacomm", "diloco"}
+    assert {name for name, caution in found.items() if caution is Caution.LOCAL} == {"local", "adacomm", "diloco", "easgd"}
     assert parse_spec("diloco:100,quorum=2").capabilities.caution is Caution.STALE
     cautions = [parse_spec(mode).capabilities.caution for mode in compared()]
     assert cautions == sorted(cautions)

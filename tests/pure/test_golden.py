@@ -79,6 +79,7 @@ def test_same_seed_same_bytes_other_seed_other_bytes(sync: str) -> None:
         ("asynchronous.py", "ASP", "asp"),
         ("every.py", "EVERY", "every:4,wait=1"),
         ("delay.py", "DELAY", "delay:3"),
+        ("easgd.py", "EASGD", "easgd:3,rho=0.5,overlap=1"),
     ],
 )
 def test_a_mode_that_is_brought_in_runs_as_the_same_one_built_in(

@@ -44,6 +44,8 @@ SMALLER = {
     "adacomm:2": "adacomm:2,every=2",
     "diloco:3": "diloco:2",
     "diloco:3,quorum=2": "diloco:2,quorum=2",
+    "easgd:3": "easgd:2",
+    "easgd:3,rho=0.5,overlap=1": "easgd:2,rho=0.5,overlap=1",
 }
 #: Beside them: options that machines of blocks know.
 MORE = ("diloco:2,fragments=2", "diloco:2,overlap=1", "diloco:2,quorum=2,grace=inf")
@@ -51,13 +53,13 @@ WALKED = [*(SMALLER.get(mode, mode) for mode in MODES), *MORE]
 
 #: A clock, or pushes and fetches beside the steps: with one who joins, three steps of these are seconds each.
 MANY = [
-    sync for sync in WALKED if sync.startswith(("anytime", "dssp", "adacomm", "downpour", "adpsgd")) or "," in sync
+    sync for sync in WALKED if sync.startswith(("anytime", "dssp", "adacomm", "downpour", "adpsgd", "easgd")) or "," in sync
 ]
 #: In the mode in which neither a merge nor its worker waits, minutes.
 TOO_MANY = [sync for sync in WALKED if sync.startswith("downpour") or sync == "diloco:2,quorum=2"]
 
 #: With one who joins two steps of these are ten seconds.
-TEN_SECONDS: list[str] = []
+TEN_SECONDS = ["easgd:2,rho=0.5,overlap=1"]
 
 #: Where two steps of other times are ten seconds.
 MANY_TIMES = [sync for sync in WALKED if sync.startswith("anytime") or sync == "diloco:2,quorum=2"]

@@ -27,7 +27,7 @@ KEEPING = ("asp", "ssp:3", "dssp:3..15", "dssp-paper:3..15", "every:8", "every:8
 #: Modes that leave nothing to the optimizer.
 SETTLED = (
     *("bsp", "bsp+backup:1", "bsp+balance", "anytime:auto", "anytime:0.7,late=keep", "local:4", "adacomm:16", "diloco:8"),
-    *("diloco:4,quorum=2", "gossip:ring", "adpsgd:ring", "asup", "asup,bound=3", "asup,momentum=async"),
+    *("diloco:4,quorum=2", "easgd:4", "gossip:ring", "adpsgd:ring", "asup", "asup,bound=3", "asup,momentum=async"),
 )
 
 

@@ -284,7 +284,7 @@ def test_modes() -> None:
         "downpour",
         "asup",
     ]
-    named += ["local", "adacomm", "diloco", "gossip", "adpsgd"]
+    named += ["local", "adacomm", "diloco", "easgd", "gossip", "adpsgd"]
     assert list(MODES) == named
 
 

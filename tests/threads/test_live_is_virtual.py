@@ -29,6 +29,7 @@ LIVE = (
     *("gossip:ring", "gossip:ring,overlap=1", "gossip:exp", "adpsgd:ring", "downpour:push=2,fetch=3", "downpour"),
     *("local:3", "local:4,after=2", "adacomm:3", "diloco:4,fragments=2,overlap=1", "diloco:4,quorum=2"),
     *("diloco:4,fragments=2,quorum=2", "anytime:auto,micro=2", "anytime:0.01", "anytime:0.01,late=keep"),
+    *("easgd:3", "easgd:4,rho=0.5,overlap=1"),
 )
 DEALT = ("bsp+balance", "bsp+balance,micro=2", "anytime:auto,micro=2", "anytime:0.01,late=keep")
 

@@ -33,6 +33,7 @@ from polytempo.sync.diloco import DILOCO
 from polytempo.sync.downpour import DOWNPOUR
 from polytempo.sync.dssp import DSSP
 from polytempo.sync.dssp_paper import DSSP_PAPER
+from polytempo.sync.easgd import EASGD
 from polytempo.sync.every import EVERY
 from polytempo.sync.gossip import GOSSIP, GossipSpec
 from polytempo.sync.local_sgd import LOCAL
@@ -61,6 +62,7 @@ MODES: dict[str, Mode] = {
         LOCAL,
         ADACOMM,
         DILOCO,
+        EASGD,
         GOSSIP,
         ADPSGD,
     )
