@@ -34,10 +34,10 @@ test-torch:
 AT_HAND := $(if $(filter file default,$(origin PYTHON)),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)),$(PYTHON))
 
 test-gpu:
-	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(AT_HAND) tests/gpu/run_all.py $(ARGS)
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(AT_HAND) tests/gpu/run_all.py $(ARGS)
 
 bench-gpu:
-	@PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(AT_HAND) benchmarks/gpu.py $(ARGS)
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(AT_HAND) benchmarks/gpu.py $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

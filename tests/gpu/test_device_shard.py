@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from polytempo.protocol.messages import Push
-from polytempo.protocol.push import PushedGradient
+from polytempo.protocol.push import PushedChange, PushedGradient, PushedValues
 from polytempo.protocol.values import PushId
 from polytempo.server.optimizer_state import ELEMENTWISE, WHOLE, as_bytes, as_tensor, pack, unpack
 
@@ -101,7 +101,7 @@ def test_clipping_deltas_values_and_missing_gradients(gpu: Any) -> None:
         feed(gpu, pair, lambda stores, given=given: stores.step(given))  # type: ignore[misc]
     same(pair)
     assert len(pair[1].stores[0].segments) > 1
-    for kind in ("delta", "value"):
+    for kind in (PushedChange, PushedValues):
         pair = both(gpu, "SGD", apply="delta")
         feed(gpu, pair, lambda stores, kind=kind: stores.update((1.0, some(1)), (3.0, some(2)), kind=kind, rate=0.5))  # type: ignore[misc]
         same(pair)
