@@ -66,7 +66,7 @@ def steps(
 
 
 def on_servers(job: ThreadJob, names: Sequence[str] = ("0",)) -> list[torch.Tensor]:
-    """What the servers hold, as tensors of the model."""
+    """What the servers hold, as tensors of the model; of an ended job, all of it: no worker waits for the last merge."""
     shards = [[server.executor.optimizer_shards[name].values["float64"] for server in job.servers] for name in names]
     flat = torch.cat([part.clone() for parts in shards for part in parts])
     sizes = [param.numel() for param in START]
@@ -146,7 +146,7 @@ def test_what_lossy_compression_holds_back_is_all_that_the_servers_lack() -> Non
 
     with ThreadJob(1, 2, "diloco:4,quorum=1,grace=0,outer_lr=1,outer_momentum=0") as job:
         job.run(work)
-        held = on_servers(job)
+    held = on_servers(job)
     reducer = optimizers[0]._reducer
     assert reducer is not None
     kept = reducer.residual()["float64"].split([param.numel() for param in START])
@@ -177,7 +177,7 @@ def test_a_worker_whose_push_is_not_answered_goes_on_as_if_it_were_alone(tmp_pat
 
     with ThreadJob(2, 1, "diloco:4,quorum=2,grace=0", record=tmp_path) as job:
         found = job.run(work)[0]
-        held = on_servers(job)
+    held = on_servers(job)
     plain = [start.detach() - sum(g[i] for g in GRADIENTS[0][:20]) for i, start in enumerate(START)]
     assert found is not None
     assert_close(found, plain, EXACT)
@@ -200,7 +200,7 @@ def test_each_local_step_is_merged_once_whatever_the_order(sync: str, servers: i
 
     with ThreadJob(4, servers, sync, record=tmp_path) as job:
         params = job.run(work)
-        held = on_servers(job)
+    held = on_servers(job)
     lines = check_record(tmp_path)
     assert_close(held, merged_again(lines, range(3)), EXACT)
     assert any(all(torch.allclose(a, b) for a, b in zip(values(own), held, strict=True)) for own in params)
@@ -221,7 +221,7 @@ def test_each_fragment_has_merges_of_its_own(sync: str, tmp_path: Path) -> None:
     with ThreadJob(3, 1, sync, record=tmp_path) as job:
         job.run(work)
         names = list(job.sequencer.clocks)
-        held = on_servers(job, names)
+    held = on_servers(job, names)
     check_record(tmp_path)
     parts = {2: [(0,), (1, 2)], 3: [(0,), (1,), (2,)]}[len(names)]
     for name, part in zip(names, parts, strict=True):
@@ -255,7 +255,7 @@ def test_random_jobs_end_and_merge_each_change_once(jobs: range, tmp_path: Path)
         with ThreadJob(workers, dice.randint(1, 2), sync, record=tmp_path / str(seed)) as job:
             job.run(work)
             names = list(job.sequencer.clocks)
-            held = on_servers(job, names)
+        held = on_servers(job, names)
         assert check_record(tmp_path / str(seed))
         parts: list[tuple[int, ...]] = {1: [(0, 1, 2)], 2: [(0,), (1, 2)], 3: [(0,), (1,), (2,)]}[fragments]
         for name, part in zip(names, parts, strict=True):
@@ -285,7 +285,7 @@ def test_a_worker_that_stood_still_catches_up(tmp_path: Path) -> None:
 
     with ThreadJob(3, 1, "diloco:4,quorum=2,grace=0", record=tmp_path) as job:
         job.run(work)
-        held = on_servers(job)
+    held = on_servers(job)
     lines = check_record(tmp_path)
     assert_close(held, merged_again(lines, range(3)), EXACT)
     merges = [line for line in lines if line["kind"] == "apply"]
@@ -399,7 +399,7 @@ def test_a_change_of_too_old_an_anchor_is_dropped_and_its_worker_goes_on_from_th
 
     with ThreadJob(2, 1, "diloco:4,quorum=1,grace=0,drop=2", record=tmp_path) as job:
         found = job.run(work)[1]
-        held = on_servers(job)
+    held = on_servers(job)
     lines = check_record(tmp_path)
     reasons = [line["reason"] for line in lines if line["kind"] == "discard"]
     assert reasons == ["staleness 3 is above 2"]
@@ -421,7 +421,7 @@ def test_lost_and_doubled_messages_are_made_good_without_a_wait(copies: int, tmp
 
     with LossyJob(2, 2, "diloco:2,quorum=1,grace=0", retry=0.02, record=tmp_path) as job:
         job.run(work)
-        held = on_servers(job)
+    held = on_servers(job)
     assert_close(held, merged_again(check_record(tmp_path), range(3)), EXACT)
 
 
@@ -503,7 +503,7 @@ def test_a_consolidation_while_a_push_is_not_merged_loses_nothing(tmp_path: Path
 
     with ThreadJob(2, 1, "diloco:4,quorum=2,grace=0", record=tmp_path) as job:
         found = job.run(work)[0]
-        held = on_servers(job)
+    held = on_servers(job)
     lines = check_record(tmp_path)
     assert_close(held, merged_again(lines, range(3)), EXACT)
     first = next(index for index, line in enumerate(lines) if line["kind"] == "apply")
@@ -609,7 +609,7 @@ def test_a_checkpoint_holds_what_is_merged_and_a_job_goes_on_from_it(tmp_path: P
     with ThreadJob(2, 2, sync, checkpoint=tmp_path, checkpoint_every=1) as job:
         job.run(work)
         names = list(job.sequencer.clocks)
-        held = on_servers(job, names)
+    held = on_servers(job, names)
     with ThreadJob(2, 1, sync, resume=tmp_path, record=tmp_path / "record") as job:
         found = job.run(work)
     assert_equal(found[0], held)

@@ -40,7 +40,7 @@ def values(params: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def end_of(job: ThreadJob) -> list[torch.Tensor]:
-    """What the servers hold, as tensors of the model."""
+    """What the servers hold when the job has ended: an update that no worker waits for may be made last."""
     flat = torch.cat([server.executor.optimizer_shards["0"].values["float64"].clone() for server in job.servers])
     parts = flat.split([param.numel() for param in START])
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
@@ -146,7 +146,7 @@ def test_the_sum_of_all_pushes_is_the_sum_of_all_gradients_the_last_few_too(sync
 
     with ThreadJob(3, servers, f"{sync},scale=1", record=tmp_path) as job:
         assert job.run(work) == [STEPS] * 3
-        end = end_of(job)
+    end = end_of(job)
     wanted = [start.detach() - sums for start, sums in zip(START, total(3), strict=True)]
     assert_close(end, wanted, rtol=1e-10)
     check_record(tmp_path)
@@ -166,7 +166,7 @@ def test_a_skipped_step_is_not_pushed_and_still_counts() -> None:
 
     with ThreadJob(1, 2, "downpour:push=3,fetch=2") as job:
         here = job.run(work)[0]
-        end = end_of(job)
+    end = end_of(job)
     made_of = [sum(g[i] for step, g in enumerate(GRADIENTS[0]) if step not in skipped) for i in range(len(SHAPES))]
     wanted = [start.detach() - sums for start, sums in zip(START, made_of, strict=True)]
     assert_close(end, wanted, rtol=1e-10)
@@ -184,7 +184,7 @@ def test_a_parameter_without_a_gradient_in_some_steps_has_the_sum_of_the_others(
 
     with ThreadJob(1, 2, "downpour:push=3,fetch=1") as job:
         here = job.run(work)[0]
-        end = end_of(job)
+    end = end_of(job)
     first = sum(g[0] for step, g in enumerate(GRADIENTS[0]) if step % 3)
     second = sum(g[1] for step, g in enumerate(GRADIENTS[0]) if step % 4 > 1)
     wanted = [start.detach() - sums for start, sums in zip(START, (first, second), strict=True)]
@@ -204,7 +204,7 @@ def test_what_is_lost_or_doubled_on_the_way_is_applied_once(copies: int) -> None
 
     with LossyJob(2, 2, "downpour:push=2,fetch=3,scale=1", retry=0.05) as job:
         job.run(work)
-        end = end_of(job)
+    end = end_of(job)
     assert_close(end, [start.detach() - sums for start, sums in zip(START, total(2), strict=True)], rtol=1e-10)
 
 
@@ -220,7 +220,7 @@ def test_adagrad_on_the_servers_is_that_of_a_plain_loop_over_sums() -> None:
 
     with ThreadJob(1, 2, f"downpour:push={push},fetch=2") as job:
         job.run(work)
-        end = end_of(job)
+    end = end_of(job)
     for index, start in enumerate(START):
         flat, squares = start.detach().clone(), torch.zeros_like(start)
         for begin in range(0, STEPS, push):
@@ -338,10 +338,9 @@ def test_a_worker_that_dies_takes_only_its_unsent_sum_with_it(tmp_path: Path) ->
             set_gradients(params, gradients)
             optimizer.step()
 
-    with ThreadJob(2, 2, "downpour:push=3,fetch=2,scale=1", record=tmp_path) as job:
-        with pytest.raises(ArithmeticError):
-            job.run(work)
-        end = end_of(job)
+    with ThreadJob(2, 2, "downpour:push=3,fetch=2,scale=1", record=tmp_path) as job, pytest.raises(ArithmeticError):
+        job.run(work)
+    end = end_of(job)
     sums = [a + sum(g[i] for g in GRADIENTS[1][:6]) for i, a in enumerate(total(1))]
     assert_close(end, [start.detach() - one for start, one in zip(START, sums, strict=True)], rtol=1e-10)
     check_record(tmp_path)
