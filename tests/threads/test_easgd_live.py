@@ -208,6 +208,32 @@ def test_to_look_at_the_centre_changes_nothing(tmp_path: Path) -> None:
     assert_close(ends[True], ends[False], rtol=1e-12)
 
 
+@pytest.mark.parametrize("sync", ["easgd:4", "gossip:ring", "adpsgd:ring"])
+def test_what_consolidate_has_shown_stays_when_the_job_is_left(sync: str) -> None:
+    """A script evaluates, calls `pt.shutdown()`, and saves the model that it has evaluated; step 11 is within a block."""
+    batches = small_batches(STEPS, [4] * 4)
+    looked = threading.Barrier(4)  # what a worker hands over as it leaves is in no mean that comes after it
+
+    def work(session: Session) -> tuple[list[torch.Tensor], list[nn.Parameter]]:
+        model = small_model()
+        optimizer = DistributedOptimizer(make(list(model.parameters())), model)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch[session.rank]).backward()
+            optimizer.step()
+        own = weights(model)
+        optimizer.consolidate()
+        shown = weights(model)
+        assert any(not torch.equal(one, other) for one, other in zip(own, shown, strict=True))
+        looked.wait(30)
+        return shown, list(model.parameters())
+
+    with ThreadJob(4, 1, sync) as job:
+        found = job.run(work)
+    for shown, params in found:
+        assert_equal(params, shown)
+
+
 def test_the_centre_is_what_is_saved_and_resumed_from(tmp_path: Path) -> None:
     shown: list[list[torch.Tensor]] = []
 

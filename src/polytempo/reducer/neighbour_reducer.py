@@ -139,6 +139,11 @@ class NeighbourReducer(Reducer):
         self.models.load(list(self.answer.members), self.step, self._shown)
         self.copier.scatter({0: self._shown.parts[0]})
 
+    @property
+    def shows_the_mean(self) -> bool:
+        """Is the mean of all models in the parameters, in place of this worker's own?"""
+        return self._kept is not None
+
     def restore(self) -> None:
         """Make the parameters this worker's own again, with what a script has written to them meanwhile."""
         kept, shown = self._kept, self._shown

@@ -262,6 +262,11 @@ class Fragment:
         self._companions.write()
         self.record()
 
+    @property
+    def shows_the_jobs(self) -> bool:
+        """Are the job's values shown in place of the worker's own?"""
+        return bool(self._kept)
+
     def restore(self) -> None:
         """Make the values this worker's own again, with what the script has written to them meanwhile."""
         kept, self._kept = self._kept, []

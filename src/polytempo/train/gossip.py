@@ -19,7 +19,7 @@ from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import GossipExchange, NeighbourReducer
 from polytempo.sync.machine import AddStep, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
-from polytempo.train.update import Wrapped, step_unwrapped
+from polytempo.train.update import Wrapped, left_as_shown, step_unwrapped
 from polytempo.transport.buffer_pool import Pool
 
 
@@ -94,5 +94,6 @@ class GossipUpdate(OwnModelUpdate):
             self._exchange.mix(order.row, order.step, order.lost, change)
 
     def _leave(self) -> None:
-        self._neighbours.restore()
-        self._exchange.leave()
+        with left_as_shown(self._wrapped.params, self._neighbours.shows_the_mean):
+            self._neighbours.restore()
+            self._exchange.leave()

@@ -53,7 +53,7 @@ from polytempo.sync.machine import (
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest
 from polytempo.train.fragment import Fragment
 from polytempo.train.observers import BlockLoss, LossWatch
-from polytempo.train.update import Wrapped, step_unwrapped
+from polytempo.train.update import Wrapped, left_as_shown, step_unwrapped
 
 
 class LocalStepUpdate(MachineUpdate):
@@ -226,8 +226,9 @@ class LocalStepUpdate(MachineUpdate):
 
     def flush(self, restarts: bool = False) -> None:
         """Send what was not sent yet, and take all that is under way; `restarts`: all workers do so now."""
-        self._restore()
-        with torch.no_grad():
+        shows = any(fragment.shows_the_jobs for fragment in self.fragments)
+        with left_as_shown(self._wrapped.params, shows), torch.no_grad():
+            self._restore()
             self._tell(EndBlock(restarts))
             while not self._machine.computes:
                 self._wait()

@@ -51,6 +51,18 @@ class Wrapped:
             torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
 
 
+@contextmanager
+def left_as_shown(params: Sequence[torch.Tensor], shows: bool) -> Iterator[None]:
+    """Inside, a worker that leaves takes up its own model; what `consolidate()` has shown is in the parameters again then.
+
+    A script that evaluates, leaves the job and saves its model saves what it has evaluated."""
+    shown = [param.detach().clone() for param in params] if shows else []
+    yield
+    with torch.no_grad():
+        for param, value in zip(params, shown, strict=False):
+            param.copy_(value)
+
+
 class PushEachStep(MachineUpdate):
     """What is common to the ways in which each step is a push. Its answer, or room for another one, is waited for with it:
     a server that this worker has to itself comes over to its core meanwhile."""
