@@ -16,7 +16,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,11 +120,10 @@ class CoordinatorLink:
 
     def send(self, message: AnyMessage) -> None:
         """Send, if the coordinator is there."""
-        if self._channel is not None:
-            try:
+        # One that has ended may have said why: that is yet to be read, and `received` closes behind it.
+        with suppress(PeerError):
+            if self._channel is not None:
                 self._channel.send(encode(message))
-            except PeerError:
-                self.close()
 
     def request_status(self) -> int:
         """Ask for the status; the number of this request."""
