@@ -6,7 +6,7 @@
     StepAlone       a job of one without servers: the wrapped optimizer runs
     DownpourUpdate  local steps, accumulated pushes (`downpour.py`)
     LocalStepUpdate blocks of local steps, averages of values (`local_steps.py`)
-    GossipUpdate    a local step, and mixing with neighbours (`gossip.py`); PairUpdate: averages of pairs (`adpsgd.py`)
+    GossipUpdate    a local step, and mixing with neighbours; PairUpdate: averages of pairs (`neighbours.py`)
 
 `DistributedOptimizer` picks one (`optimizer.py`) and calls it in every step.
 """
