@@ -50,6 +50,7 @@ from polytempo.sync.machine import (
     SendPush,
     StepHere,
 )
+from polytempo.train.answer_watch import AnswerWatch
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest
 from polytempo.train.fragment import Fragment
 from polytempo.train.observers import BlockLoss, LossWatch
@@ -277,39 +278,6 @@ class LocalStepUpdate(MachineUpdate):
     def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
         for fragment, momentum in zip(self.fragments, state.get("outer", []), strict=False):
             fragment.load_momentum(momentum)
-
-
-class AnswerWatch:
-    """Answers that no worker waits for, of all fragments."""
-
-    def __init__(self, reducers: Sequence[Reducer]) -> None:
-        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerReducer)]
-        assert len(self.reducers) == len(reducers)  # the mode has no other way
-        self._client, self._session = self.reducers[0].client, self.reducers[0].session
-        self._quiet_since, self._moved = time.monotonic(), 0
-
-    def poll(self) -> None:
-        """Handle what has come, without waiting; after a silence, ask."""
-        with self._session.lock:
-            self._client.poll()
-        now, moved = time.monotonic(), self._client.connections.moved()
-        if moved != self._moved:
-            self._quiet_since, self._moved = now, moved
-        elif now - self._quiet_since > self._client.retry:
-            self._quiet_since = now
-            with self._session.lock:
-                for reducer in self.reducers:
-                    self._client.exchanges.ask_status(reducer.client_state)
-
-    def settle(self) -> None:
-        """Wait until one more is there."""
-        with self._session.lock:
-            self._client.settle(*(reducer.name for reducer in self.reducers), enough=any)
-
-    def forget(self) -> None:
-        """No further answer is looked for."""
-        for reducer in self.reducers:
-            reducer.client_state.outstanding.clear()
 
 
 def drop_state(optimizer: torch.optim.Optimizer) -> None:
