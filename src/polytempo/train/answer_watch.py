@@ -7,8 +7,10 @@ import time
 from collections.abc import Sequence
 
 from polytempo.client.client import Client
+from polytempo.protocol.messages import ReadAnswer
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.transport.channel import Bytes
 
 
 class Silence:
@@ -53,3 +55,29 @@ class AnswerWatch:
         """No further answer is looked for."""
         for reducer in self.reducers:
             reducer.client_state.outstanding.clear()
+
+
+class ValueFetch:
+    """The servers' values, which were asked for."""
+
+    def __init__(self, reducer: ServerReducer) -> None:
+        self._client, self._lock = reducer.client, reducer.session.lock
+        with self._lock:
+            self.reading = self._client.start_read(reducer.name, "params")
+        self._silence = Silence(self._client)
+        self._came = False
+
+    def comes(self) -> bool:
+        """Has the last of them come since the call before? After a silence, ask. The caller has polled the client."""
+        with self._lock:
+            if self._came:
+                return False
+            self._came = self._client.reads.is_done(self.reading)
+            if not self._came and self._silence.is_long():
+                self._client.reads.ask_status(self.reading)
+        return self._came
+
+    def take(self) -> list[tuple[ReadAnswer, list[Bytes]]]:
+        """What each shard has answered."""
+        with self._lock:
+            return self._client.reads.take(self.reading)

@@ -11,11 +11,8 @@ their log.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from polytempo.client.client_state import Reading
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.actions import Release
@@ -31,7 +28,7 @@ from polytempo.sync.machine import (
     StepHere,
     WorkerMachine,
 )
-from polytempo.train.answer_watch import Silence
+from polytempo.train.answer_watch import ValueFetch
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.gradient_sums import FlatSum
 from polytempo.train.update import Wrapped
@@ -40,15 +37,6 @@ from polytempo.train.update import Wrapped
 Gradients = dict[int, torch.Tensor]
 #: Local steps that fetched values lack: the rate and the sum of gradients of each parameter.
 Missing = tuple[dict[int, float], Gradients]
-
-
-@dataclass
-class ParameterFetch:
-    """A fetch under way."""
-
-    reading: Reading
-    silence: Silence  # the request or an answer may have been lost
-    arrived: bool = False
 
 
 class DownpourUpdate(MachineUpdate):
@@ -62,11 +50,10 @@ class DownpourUpdate(MachineUpdate):
         self._steps = 0
         self._sum: FlatSum | None = None  # what the next push will hold
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
-        self._fetch: ParameterFetch | None = None
-        # Of the servers' values that local steps start from, and of those that the first in the sum has started from: the
-        # last of this worker's pushes in them.
+        self._fetch: ValueFetch | None = None
+        # Of the servers' values that local steps start from: their version, and the last of this worker's pushes in them.
         self._version, self._contained = reducer.client_state.version, reducer.step - 1
-        self._sum_contains = self._contained
+        self._sum_contains = self._contained  # that push, of the values that the sum was begun on
         reducer.pulls = False  # values are fetched; those of an answer would undo local steps
         reducer.client_state.take = lambda parts, absent: None
         super().__init__(machine, reducer)
@@ -90,7 +77,10 @@ class DownpourUpdate(MachineUpdate):
     def step(self, request: StepRequest) -> None:
         """One local step, and what is due after it."""
         self._request = request
-        self._look_for_values()
+        with self._reducer.session.lock:
+            self._reducer.client.poll()
+        if self._fetch is not None and self._fetch.comes():
+            self._tell(Fetched())
         self._tell(Computed(empty=request.skip or not request.measures.samples))
 
     def _step_here(self, order: StepHere) -> None:
@@ -111,8 +101,9 @@ class DownpourUpdate(MachineUpdate):
             self._sum_contains = self._contained
         total.add(version=self._version)
         for index, rate in self._rates().items():
-            if params[index].grad is not None:
-                params[index].add_(_dense(params[index].grad), alpha=-rate)
+            grad = params[index].grad
+            if grad is not None:
+                params[index].add_(grad if grad.layout == torch.strided else grad.to_dense(), alpha=-rate)
         copier.watch.record()
 
     def _rates(self) -> dict[int, float]:
@@ -128,7 +119,8 @@ class DownpourUpdate(MachineUpdate):
         total, self._sum, reducer = self._sum, None, self._reducer
         assert total is not None  # the machine orders no push of nothing
         assert total.version is not None
-        made, made.fields = total.measures, order.measured
+        made = total.measures
+        made.fields = order.measured
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
         reducer.client_state.version = total.version
@@ -140,29 +132,13 @@ class DownpourUpdate(MachineUpdate):
         self._tell(Release(reducer.session.rank, reducer.client_state.released, reducer.step))
 
     def _request_values(self, order: RequestValues) -> None:
-        client = self._reducer.client
-        with self._reducer.session.lock:
-            self._fetch = ParameterFetch(client.start_read(self._reducer.name, "params"), Silence(client))
-
-    def _look_for_values(self) -> None:
-        client, fetch = self._reducer.client, self._fetch
-        with self._reducer.session.lock:
-            client.poll()
-            if fetch is None or fetch.arrived:
-                return
-            if client.reads.is_done(fetch.reading):
-                fetch.arrived = True
-                self._tell(Fetched())
-            elif fetch.silence.is_long():
-                client.reads.ask_status(fetch.reading)
+        self._fetch = ValueFetch(self._reducer)
 
     def _install(self, order: Install) -> None:
         """Take the values that have come, and make again what they lack."""
-        reducer, fetch = self._reducer, self._fetch
-        assert fetch is not None
-        with reducer.session.lock:
-            answers = reducer.client.reads.take(fetch.reading)
-        self._fetch = None
+        reducer = self._reducer
+        assert self._fetch is not None
+        answers, self._fetch = self._fetch.take(), None
         reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         reducer.client_state.version = self._version = answers[0][0].version
         self._contained = answers[0][0].exchange
@@ -173,7 +149,3 @@ class DownpourUpdate(MachineUpdate):
             for index, gradient in gradients.items():
                 params[index].add_(gradient.to(params[index].device), alpha=-rates[index])
         reducer.copier.watch.record()
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
