@@ -19,14 +19,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import GossipExchange, NeighbourReducer, PairExchange
 from polytempo.sync.machine import AddStep, AskPartner, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
-from polytempo.train.update import Wrapped, left_as_shown, step_unwrapped
+from polytempo.train.update import Wrapped, left_as_shown
 from polytempo.transport.buffer_pool import Pool
 
 
@@ -54,11 +52,7 @@ class OwnModelUpdate(MachineUpdate):
             return
         wrapped.clip()
         request.measures.nonfinite = wrapped.finite.check(reducer.gradients()[0], reducer.step)
-        if request.closure is None:
-            step_unwrapped(wrapped.optimizer)
-        else:
-            with torch.enable_grad():
-                self._result = wrapped.optimizer.step(request.closure)
+        self._result = wrapped.step(request.closure)
         reducer.copier.watch.record()
 
     def _push(self, order: SendPush) -> None:

@@ -50,6 +50,13 @@ class Wrapped:
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
 
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Let the optimizer step, on the gradients or by a closure that makes them; what that returned."""
+        if closure is not None:  # of LBFGS, which calls it several times, and has gradients recorded inside
+            return self.optimizer.step(closure)
+        step_unwrapped(self.optimizer)
+        return None
+
 
 @contextmanager
 def left_as_shown(params: Sequence[torch.Tensor], shows: bool) -> Iterator[None]:
