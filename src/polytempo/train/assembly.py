@@ -40,7 +40,7 @@ from polytempo.train.neighbours import GossipUpdate, PairUpdate
 from polytempo.train.peer_rounds import PeerRounds
 from polytempo.train.script_state import GivenState, WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
-from polytempo.train.step_clock import CountedSteps, StepClock
+from polytempo.train.step_reports import CountedSteps, StepClock
 from polytempo.train.update import PushChange, PushGradient, StepAlone, StepOnMean, Wrapped
 from polytempo.train.validation import OptimizerPlan
 
