@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -52,57 +53,52 @@ class Companions:
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model, self._optimizer = model, optimizer
-        named = [] if model is None else [(name, tensor) for name, tensor in model.named_buffers() if _averaged(tensor)]
-        self._buffers = [name for name, _ in named]
-        self._state = [] if optimizer is None else state_names(optimizer)
-        shapes = [tensor for _, tensor in named] + [tensor for _, _, tensor in self._state]
-        self.tensors = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in shapes]  #: the stand-ins
-        self.names = [f"buffer {name}" for name in self._buffers]  #: their names
-        self.names += [f"{name} of parameter {index}" for index, name, _ in self._state]
-
-    def _live(self) -> list[torch.Tensor | None]:
-        """The tensors as they are now; None for state that is not there yet."""
-        known = dict(self._model.named_buffers()) if self._model is not None else {}
-        found: list[torch.Tensor | None] = [known.get(name) for name in self._buffers]
-        if self._optimizer is not None:
-            params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            found += [self._optimizer.state.get(params[index], {}).get(name) for index, name, _ in self._state]
-        return found
+        found = companions_of(model, None if optimizer is None else after_a_step(optimizer))
+        self.names = list(found)
+        self.tensors = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in found.values()]  #: the stand-ins
 
     def read(self) -> None:
-        """Fill the stand-ins."""
-        for stand_in, live in zip(self.tensors, self._live(), strict=True):
-            if live is None:
-                stand_in.zero_()
+        """Fill the stand-ins; with zeros for state that is not there yet."""
+        found = companions_of(self._model, self._optimizer)
+        for name, stand_in in zip(self.names, self.tensors, strict=True):
+            if name in found:
+                stand_in.copy_(found[name].detach())
             else:
-                stand_in.copy_(live.detach())
+                stand_in.zero_()
 
     def write(self) -> None:
         """Copy the stand-ins back."""
-        for stand_in, live in zip(self.tensors, self._live(), strict=True):
-            if live is not None:
-                live.detach().copy_(stand_in)
+        found = companions_of(self._model, self._optimizer)
+        for name, stand_in in zip(self.names, self.tensors, strict=True):
+            if name in found:
+                found[name].detach().copy_(stand_in)
 
 
-def _averaged(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+def companions_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Buffers of a model and state of an optimizer that can be averaged, by the names that all workers have for them."""
+    found: dict[str, Any] = {} if model is None else {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    if optimizer is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            for name, value in sorted(optimizer.state.get(param, {}).items()):
+                found[f"{name} of parameter {index}"] = value
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+    }
 
 
-def state_names(optimizer: torch.optim.Optimizer) -> list[tuple[int, str, torch.Tensor]]:
-    """What this optimizer keeps: the number of a parameter, a name, and a tensor of that form."""
+def after_a_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy of an optimizer that has its state."""
     if type(optimizer) is torch.optim.LBFGS:
         raise UsageError("state=mean cannot average the history of LBFGS; use state=keep or state=reset")
     trial = copy.deepcopy(optimizer)
-    params = [param for group in trial.param_groups for param in group["params"]]
-    for param in params:
-        param.grad = torch.zeros_like(param)
+    for group in trial.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
     trial.step()
-    return [
-        (index, name, value)
-        for index, param in enumerate(params)
-        for name, value in sorted(trial.state.get(param, {}).items())
-        if _averaged(value)
-    ]
+    return trial
 
 
 class Fragment:
