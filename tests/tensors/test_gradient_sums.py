@@ -1,5 +1,5 @@
-"""A sum of gradients means the same wherever it lies: what its batches weigh, how many have a gradient in it, on which values
-they were computed, and which parameters have none."""
+"""A sum of gradients means the same wherever it lies: what its batches weigh, how many have a gradient in it, on which
+values they were computed, and which parameters have none."""
 
 from __future__ import annotations
 
