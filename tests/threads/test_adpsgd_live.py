@@ -27,7 +27,7 @@ from torch import nn
 
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.adpsgd import PairUpdate
+from polytempo.train.neighbours import PairUpdate
 from polytempo.train.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ from polytempo.pipeline.schedules import make
 from polytempo.protocol.values import TrainingProgress
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
-from polytempo.train.progress_reporter import EVERY, ProgressReporter
+from polytempo.train.step_reports import EVERY, ProgressReporter
 
 
 class Server:

@@ -38,7 +38,7 @@ from polytempo.pipeline.training import PipelineBudget, TrainingLoop
 from polytempo.session.session import current
 from polytempo.summation import in_order
 from polytempo.train.communication import Group
-from polytempo.train.progress_reporter import ProgressReporter
+from polytempo.train.step_reports import ProgressReporter
 
 Folder = str | Path
 

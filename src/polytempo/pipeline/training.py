@@ -7,7 +7,7 @@ other.
 
 The last stage learns whether the budget of the job (`--steps`, `--samples`, `--seconds`) is used up: with the answer of its
 `DistributedOptimizer`, where the pipeline has replicas on the data axis, else from a clock of its own
-(`train/step_clock.py`), to which it reports each step. What it was told travels to the other ranks with the loss, so
+(`train/step_reports.py`), to which it reports each step. What it was told travels to the other ranks with the loss, so
 `should_stop()` turns true on all ranks with the same step. Without a budget nothing is reported.
 """
 
@@ -22,7 +22,7 @@ from polytempo.pipeline.schedules import SteadyState
 from polytempo.pipeline.stage_message import StageMessage, split, stage_inputs
 from polytempo.session.session import Session
 from polytempo.summation import in_order
-from polytempo.train.step_clock import StepClock, clock_in_group
+from polytempo.train.step_reports import StepClock, clock_in_group
 
 
 class PipelineBudget:

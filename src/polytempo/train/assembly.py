@@ -30,18 +30,17 @@ from polytempo.reducer.round_exchange import ServerRounds
 from polytempo.server.optimizer_state import SegmentState
 from polytempo.sync.machine import Brings, LoggedMachine
 from polytempo.sync.momentum import MomentumForm
-from polytempo.train.adpsgd import PairUpdate
 from polytempo.train.deadline_rounds import DeadlineUpdate
 from polytempo.train.downpour import DownpourUpdate
 from polytempo.train.driver import StepUpdate
 from polytempo.train.fragment import Companions, Fragment, make_fragments
-from polytempo.train.gossip import GossipUpdate
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
+from polytempo.train.neighbours import GossipUpdate, PairUpdate
 from polytempo.train.peer_rounds import PeerRounds
 from polytempo.train.script_state import GivenState, WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
-from polytempo.train.step_clock import CountedSteps, StepClock
+from polytempo.train.step_reports import CountedSteps, StepClock
 from polytempo.train.update import PushChange, PushGradient, StepAlone, StepOnMean, Wrapped
 from polytempo.train.validation import OptimizerPlan
 

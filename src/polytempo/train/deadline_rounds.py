@@ -32,7 +32,6 @@ import contextvars
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from polytempo.errors import PolytempoError, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.push import Measures, no_steps
+from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange
 from polytempo.session.ledger import united
@@ -56,22 +56,20 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
-from polytempo.train.gradient_sums import GradientSum
+from polytempo.train.gradient_sums import FlatSum
 from polytempo.train.update import Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
 LOOK = 1.0
 
 
-@dataclass
-class RoundSum:
+class RoundSum(FlatSum):
     """The micro-batches that a worker has finished in a round."""
 
-    gradients: GradientSum
-    measures: Measures = field(default_factory=no_steps)
-    hyper: GroupValues = ()
-    version: int | None = None  #: of the oldest values that one of them was computed on
-    in_vain: Measures = field(default_factory=no_steps)  #: of a micro-batch that was abandoned
+    def __init__(self, copier: Copier, buffer: FlatBuffer) -> None:
+        super().__init__(copier, buffer)
+        self.hyper: GroupValues = ()  #: of the last of them
+        self.in_vain = no_steps()  #: what is said of one that was abandoned
 
 
 class DeadlineUpdate(MachineUpdate):
@@ -95,7 +93,7 @@ class DeadlineUpdate(MachineUpdate):
         self._made = self._abandoned = self._late = self._ended = 0
         self._turn = threading.Condition()
         first, self._spare = rounds.buffers()
-        self._sum = RoundSum(GradientSum(self._reducer.copier, first))
+        self._sum = RoundSum(self._reducer.copier, first)
         self._version = self._reducer.client_state.version  # of the values that are installed
         self._push: SendPush | None = None  # the communication thread is to make it
         self._exchanging = False
@@ -174,16 +172,14 @@ class DeadlineUpdate(MachineUpdate):
 
     def _add(self, request: StepRequest) -> None:
         total, wrapped, measures = self._sum, self._wrapped, request.measures
-        total.version = self._version if total.version is None else min(total.version, self._version)
         total.hyper = wrapped.hyper()
         if request.skip or not measures.samples:  # it does not count; its samples are used up
             positions, digest = measures.positions, measures.gradient_digest
             total.measures.add(Measures(samples=0.0, count=0, positions=positions, gradient_digest=digest))
             return
-        total.gradients.add(measures.samples)
-        total.measures.add(measures)
-        total.measures.vital_signs = measures.vital_signs  # the last: those before were made on the same values
-        nonfinite = wrapped.finite.check(total.gradients.buffer, self._made)
+        total.add(measures.samples, self._version)
+        total.say(measures)
+        nonfinite = wrapped.finite.check(total.buffer, self._made)
         total.measures.nonfinite = total.measures.nonfinite or nonfinite
 
     def _go_on(self) -> None:
@@ -266,11 +262,11 @@ class DeadlineUpdate(MachineUpdate):
                     self._tell(TimeUp(self._machine.step))
             if self._closed or self._push is None:
                 return False
-            total, busy, exchanged = self._sum, self._push.beside, self._exchanged
-            total.measures.fields = self._push.measured
-            self._sum, self._spare = RoundSum(GradientSum(self._reducer.copier, self._spare)), total.gradients.buffer
+            total, measures = self._sum, self._sum.measures
+            measures.fields, measures.busy, measures.exchanged = self._push.measured, self._push.beside, self._exchanged
+            self._sum, self._spare = RoundSum(self._reducer.copier, self._spare), total.buffer
             self._push, self._exchanging, self._exchanged = None, True, 0.0
-        self._exchange(total, busy, exchanged)
+        self._exchange(total)
         with self._turn:
             self._has_newer, self._exchanging = True, False
             self._ended += 1
@@ -278,15 +274,15 @@ class DeadlineUpdate(MachineUpdate):
             self._turn.notify_all()
         return True
 
-    def _exchange(self, total: RoundSum, busy: bool, exchanged: float) -> None:
-        if total.version is not None:
-            self._reducer.client_state.version = total.version
+    def _exchange(self, total: RoundSum) -> None:
         measures, vain = total.measures, total.in_vain
-        measures.busy, measures.exchanged, measures.positions = busy, exchanged, united(measures.positions)
-        if not measures.count:  # the seconds and the work are those that were in vain
+        measures.positions = united(measures.positions)
+        if total.version is None:  # no gradient: the seconds and the work are those that were in vain
             measures.computed, measures.input, measures.work = vain.computed, vain.input, vain.work
-        buffer, absent = (total.gradients.buffer, sorted(total.gradients.absent)) if measures.count else (None, [])
-        self._rounds.exchange(buffer, total.hyper, measures, absent)
+            self._rounds.exchange(None, total.hyper, measures, [])
+            return
+        self._reducer.client_state.version = total.version
+        self._rounds.exchange(total.buffer, total.hyper, measures, sorted(total.absent))
 
     def _close(self) -> None:
         """End the communication thread: this worker leaves the job."""

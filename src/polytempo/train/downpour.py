@@ -11,13 +11,8 @@ their log.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-
 import torch
 
-from polytempo.client.client_state import Reading
-from polytempo.protocol.push import no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
 from polytempo.sync.actions import Release
@@ -33,32 +28,15 @@ from polytempo.sync.machine import (
     StepHere,
     WorkerMachine,
 )
+from polytempo.train.answer_watch import ValueFetch
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
-from polytempo.train.gradient_sums import GradientSum
+from polytempo.train.gradient_sums import FlatSum
 from polytempo.train.update import Wrapped
 
 #: A sum of gradients, by parameter.
 Gradients = dict[int, torch.Tensor]
 #: Local steps that fetched values lack: the rate and the sum of gradients of each parameter.
 Missing = tuple[dict[int, float], Gradients]
-
-
-@dataclass(frozen=True)
-class Basis:
-    """The servers' values that local steps start from."""
-
-    version: int
-    contained: int  # the last of this worker's pushes that is in them
-
-
-@dataclass
-class ParameterFetch:
-    """A fetch under way: since when no byte has moved, and how many had by then."""
-
-    reading: Reading
-    quiet_since: float
-    moved: int
-    arrived: bool = False
 
 
 class DownpourUpdate(MachineUpdate):
@@ -70,12 +48,12 @@ class DownpourUpdate(MachineUpdate):
         assert isinstance(reducer, ServerReducer)  # the mode has no other: values are fetched
         self._wrapped, self._local = wrapped, local
         self._steps = 0
-        self._sum: GradientSum | None = None  # what the next push will hold
-        self._sum_basis = Basis(0, 0)  # of its first gradient
-        self._made = no_steps()  # since the last push, skipped ones included
+        self._sum: FlatSum | None = None  # what the next push will hold
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
-        self._fetch: ParameterFetch | None = None
-        self._basis = Basis(reducer.client_state.version, reducer.step - 1)
+        self._fetch: ValueFetch | None = None
+        # Of the servers' values that local steps start from: their version, and the last of this worker's pushes in them.
+        self._version, self._contained = reducer.client_state.version, reducer.step - 1
+        self._sum_contains = self._contained  # that push, of the values that the sum was begun on
         reducer.pulls = False  # values are fetched; those of an answer would undo local steps
         reducer.client_state.take = lambda parts, absent: None
         super().__init__(machine, reducer)
@@ -99,27 +77,33 @@ class DownpourUpdate(MachineUpdate):
     def step(self, request: StepRequest) -> None:
         """One local step, and what is due after it."""
         self._request = request
-        self._look_for_values()
+        with self._reducer.session.lock:
+            self._reducer.client.poll()
+        if self._fetch is not None and self._fetch.comes():
+            self._tell(Fetched())
         self._tell(Computed(empty=request.skip or not request.measures.samples))
 
     def _step_here(self, order: StepHere) -> None:
-        request = self._request
+        request, copier = self._request, self._reducer.copier
         self._wrapped.clip()
         self._steps += 1
+        if self._sum is None:
+            self._sum = FlatSum(copier, copier.next_buffer())
         if not request.skip and request.measures.samples:
-            self._accumulate()
+            self._accumulate(self._sum)
             self._wrapped.tables.collect()
-        self._made.add(request.measures)
+        self._sum.measures.add(request.measures)  # skipped ones, too: they count as steps
 
-    def _accumulate(self) -> None:
+    def _accumulate(self, total: FlatSum) -> None:
         copier = self._reducer.copier
         params = copier.params
-        if self._sum is None:
-            self._sum, self._sum_basis = GradientSum(copier, copier.next_buffer()), self._basis
-        self._sum.add()
+        if not total.count:
+            self._sum_contains = self._contained
+        total.add(version=self._version)
         for index, rate in self._rates().items():
-            if params[index].grad is not None:
-                params[index].add_(_dense(params[index].grad), alpha=-rate)
+            grad = params[index].grad
+            if grad is not None:
+                params[index].add_(grad if grad.layout == torch.strided else grad.to_dense(), alpha=-rate)
         copier.watch.record()
 
     def _rates(self) -> dict[int, float]:
@@ -132,61 +116,36 @@ class DownpourUpdate(MachineUpdate):
         self._tell(EndBlock())
 
     def _push(self, order: SendPush) -> None:
-        total, basis, self._sum = self._sum, self._sum_basis, None
-        assert total is not None
-        reducer, made, self._made = self._reducer, self._made, no_steps()
+        total, self._sum, reducer = self._sum, None, self._reducer
+        assert total is not None  # the machine orders no push of nothing
+        assert total.version is not None
+        made = total.measures
         made.fields = order.measured
         if self._fetch is None:  # the next fetch will contain what is answered now
             self._sent = [sent for sent in self._sent if sent[0] in reducer.client_state.outstanding]
-        reducer.client_state.version = basis.version
+        reducer.client_state.version = total.version
         gradients = {index: view.clone() for index, view in total.had().items()}
         self._sent.append((reducer.step, (self._rates(), gradients)))
-        reducer.own = reducer.step - 1 - basis.contained
+        reducer.own = reducer.step - 1 - self._sum_contains
         made.nonfinite = self._wrapped.finite.check(total.buffer, self._steps)
         reducer.push(total.buffer, self._wrapped.hyper(), made, sorted(total.absent))
         self._tell(Release(reducer.session.rank, reducer.client_state.released, reducer.step))
 
     def _request_values(self, order: RequestValues) -> None:
-        client = self._reducer.client
-        with self._reducer.session.lock:
-            reading = client.start_read(self._reducer.name, "params")
-        self._fetch = ParameterFetch(reading, time.monotonic(), client.connections.moved())
-
-    def _look_for_values(self) -> None:
-        """Have the requested values come? When no byte has moved for a while, they are asked for again."""
-        client, now, fetch = self._reducer.client, time.monotonic(), self._fetch
-        with self._reducer.session.lock:
-            client.poll()
-            if fetch is None or fetch.arrived:
-                return
-            moved = client.connections.moved()
-            if len(fetch.reading.answers) == client.shards:
-                fetch.arrived = True
-                self._tell(Fetched())
-            elif moved != fetch.moved:
-                fetch.quiet_since, fetch.moved = now, moved
-            elif now - fetch.quiet_since > client.retry:
-                client.reads.ask_status(fetch.reading)
-                fetch.quiet_since = now
+        self._fetch = ValueFetch(self._reducer)
 
     def _install(self, order: Install) -> None:
         """Take the values that have come, and make again what they lack."""
-        reducer, fetch = self._reducer, self._fetch
-        assert fetch is not None
-        with reducer.session.lock:
-            answers = reducer.client.reads.take(fetch.reading)
-        self._fetch = None
+        reducer = self._reducer
+        assert self._fetch is not None
+        answers, self._fetch = self._fetch.take(), None
         reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
-        reducer.client_state.version, contained = answers[0][0].version, answers[0][0].exchange
-        self._basis = Basis(reducer.client_state.version, contained)
-        self._sent = [(number, missing) for number, missing in self._sent if number > contained]
+        reducer.client_state.version = self._version = answers[0][0].version
+        self._contained = answers[0][0].exchange
+        self._sent = [(number, missing) for number, missing in self._sent if number > self._contained]
         unsent = [(self._rates(), self._sum.had())] if self._sum else []
         params = reducer.copier.params
         for rates, gradients in [missing for _, missing in self._sent] + unsent:  # in their order, at the rates of then
             for index, gradient in gradients.items():
                 params[index].add_(gradient.to(params[index].device), alpha=-rates[index])
         reducer.copier.watch.record()
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -52,57 +53,52 @@ class Companions:
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model, self._optimizer = model, optimizer
-        named = [] if model is None else [(name, tensor) for name, tensor in model.named_buffers() if _averaged(tensor)]
-        self._buffers = [name for name, _ in named]
-        self._state = [] if optimizer is None else state_names(optimizer)
-        shapes = [tensor for _, tensor in named] + [tensor for _, _, tensor in self._state]
-        self.tensors = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in shapes]  #: the stand-ins
-        self.names = [f"buffer {name}" for name in self._buffers]  #: their names
-        self.names += [f"{name} of parameter {index}" for index, name, _ in self._state]
-
-    def _live(self) -> list[torch.Tensor | None]:
-        """The tensors themselves; None for state that is not there yet."""
-        known = dict(self._model.named_buffers()) if self._model is not None else {}
-        found: list[torch.Tensor | None] = [known.get(name) for name in self._buffers]
-        if self._optimizer is not None:
-            params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            found += [self._optimizer.state.get(params[index], {}).get(name) for index, name, _ in self._state]
-        return found
+        found = companions_of(model, None if optimizer is None else after_a_step(optimizer))
+        self.names = list(found)
+        self.tensors = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in found.values()]  #: the stand-ins
 
     def read(self) -> None:
-        """Fill the stand-ins."""
-        for stand_in, live in zip(self.tensors, self._live(), strict=True):
-            if live is None:
-                stand_in.zero_()
+        """Fill the stand-ins; with zeros for state that is not there yet."""
+        found = companions_of(self._model, self._optimizer)
+        for name, stand_in in zip(self.names, self.tensors, strict=True):
+            if name in found:
+                stand_in.copy_(found[name].detach())
             else:
-                stand_in.copy_(live.detach())
+                stand_in.zero_()
 
     def write(self) -> None:
         """Copy the stand-ins back."""
-        for stand_in, live in zip(self.tensors, self._live(), strict=True):
-            if live is not None:
-                live.detach().copy_(stand_in)
+        found = companions_of(self._model, self._optimizer)
+        for name, stand_in in zip(self.names, self.tensors, strict=True):
+            if name in found:
+                found[name].detach().copy_(stand_in)
 
 
-def _averaged(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+def companions_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Buffers of a model and state of an optimizer that can be averaged, by the names that all workers have for them."""
+    found: dict[str, Any] = {} if model is None else {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    if optimizer is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            for name, value in sorted(optimizer.state.get(param, {}).items()):
+                found[f"{name} of parameter {index}"] = value
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+    }
 
 
-def state_names(optimizer: torch.optim.Optimizer) -> list[tuple[int, str, torch.Tensor]]:
-    """What this optimizer keeps: the number of a parameter, a name, and a tensor of that form."""
+def after_a_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy of an optimizer that has its state."""
     if type(optimizer) is torch.optim.LBFGS:
         raise UsageError("state=mean cannot average the history of LBFGS; use state=keep or state=reset")
     trial = copy.deepcopy(optimizer)
-    params = [param for group in trial.param_groups for param in group["params"]]
-    for param in params:
-        param.grad = torch.zeros_like(param)
+    for group in trial.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
     trial.step()
-    return [
-        (index, name, value)
-        for index, param in enumerate(params)
-        for name, value in sorted(trial.state.get(param, {}).items())
-        if _averaged(value)
-    ]
+    return trial
 
 
 class Fragment:
@@ -111,7 +107,6 @@ class Fragment:
     Args:
         reducer: Reduces them; its tensors are the parameters, then those of `companions`.
         rules: The outer step of each group of tensors.
-        groups: The group of each tensor.
         companions: What travels with the parameters.
         overlaps: Are local steps made between sending and taking?
         alone: Are the values this worker's own at all times, so that what the script writes is never a new anchor?
@@ -121,12 +116,11 @@ class Fragment:
         self,
         reducer: Reducer,
         rules: Sequence[OuterRule],
-        groups: Sequence[int],
         companions: Companions,
         overlaps: bool,
         alone: bool = False,
     ) -> None:
-        self.reducer, self._rules, self._groups = reducer, list(rules), list(groups)
+        self.reducer, self._rules, self._groups = reducer, list(rules), [info.group for info in reducer.spec.tensors]
         self._companions, self._overlaps, self._alone = companions, overlaps, alone
         self._kept: list[torch.Tensor] = []  # the worker's own values, while those of the job are shown
         self.made = no_steps()  #: the local steps since the last sending
@@ -135,21 +129,21 @@ class Fragment:
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
         self._written = ""  # a parameter that the script has written to at the start of the block
-        self._on_servers = isinstance(reducer, ServerReducer)
-        self._differences = self._on_servers and reducer.spec.apply == "server"
+        on_servers = isinstance(reducer, ServerReducer)
+        self._differences = on_servers and reducer.spec.apply == "server"
         steps = any(rule != PLAIN for rule in rules)
         self._views: list[torch.Tensor] = []  # of the anchor, and of what servers have sent
-        if self._on_servers or steps:
-            on_device = self._on_servers and reducer.copier.on_device  # then what servers have sent is there already
+        if on_servers or steps:
+            on_device = on_servers and reducer.copier.on_device  # then what servers have sent is there already
             self._landing = reducer.copier.landing if on_device else FlatBuffer(reducer.layout, Pool())
             reducer.copier.gather(self._landing, lambda tensor: tensor.detach())
-            self._views = [self._landing.views[index] for index in range(len(self._tensors))]
+            self._views = self._in_order(self._landing)
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerReducer):
             reducer.taker.install = self._land
             reducer.taker.land = lambda: None  # what has landed on a device is where it shall be
         elif steps:
-            self._outer = OuterStep(self._views, groups, rules)
+            self._outer = OuterStep(self._views, self._groups, rules)
             digests = lambda: b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)  # noqa: E731
             reducer.digests = digests  # type: ignore[attr-defined]
 
@@ -157,46 +151,49 @@ class Fragment:
     def _tensors(self) -> list[torch.Tensor]:
         return self.reducer.copier.params
 
-    def _land(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
+    def _in_order(self, buffer: FlatBuffer) -> list[torch.Tensor]:
+        return [buffer.views[index] for index in range(len(self._tensors))]
+
+    def _land(self, parts: dict[int, list[Bytes]]) -> None:
         for shard, buffers in parts.items():
             for segment, data in zip(self.reducer.layout.shards[shard], buffers, strict=True):
                 self._landing.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
 
     # A round.
 
-    def send(self, step: int, hyper: GroupValues, rates: Sequence[float], finite: FiniteWatch) -> None:
+    def send(self, step: int, hyper: GroupValues, finite: FiniteWatch) -> None:
         """Begin a round after this local step.
 
         Args:
             step: The number of the local step.
             hyper: The hyper-parameters of the local steps.
-            rates: The learning rate of each group.
             finite: Counts or refuses values that are not finite.
         """
         made, self.made = self.made, no_steps()
-        self.sent_at, self._rates = step, list(rates)
+        self.sent_at = step
+        self.use_rates(hyper)
         self.reducer.renew(compare=False)  # they may lie elsewhere now
         self._companions.read()
         buffer, _ = self.reducer.buffer_of(lambda tensor: tensor.detach())
         made.nonfinite = finite.check(buffer, step, names=[info.name for info in self.reducer.spec.tensors])
         if self._overlaps:
-            self._sent = [buffer.views[index].clone() for index in range(len(self._tensors))]
+            self._sent = [view.clone() for view in self._in_order(buffer)]
         if self._differences:
-            units = [rule.unit(lr) for rule, lr in zip(self._rules, self._all_rates(), strict=True)]
+            units = [rule.unit(lr) for rule, lr in zip(self._rules, self._rates, strict=True)]
             for index, group in enumerate(self._groups):
                 view = buffer.views[index].neg_().add_(self._views[index])
                 if self._unsent:
                     view.sub_(self._unsent[index])
                 if units[group] != 1.0:
                     view.div_(units[group])
-            hyper = outer_hyper(self._rules, hyper, self._all_rates())
+            hyper = outer_hyper(self._rules, hyper)
         self._unsent = []
         self.reducer.copier.watch.touched, self._written = self._written, ""
         self.reducer.begin(buffer, hyper, made)
 
-    def _all_rates(self) -> list[float]:
-        """The learning rate of each group, that of the companions too."""
-        return [*self._rates, 1.0][: len(self._rules)]  # the last may be the companions' group
+    def use_rates(self, hyper: GroupValues) -> None:
+        """The round is made at these learning rates; here it may have been others that began it."""
+        self._rates = rates_of(self._rules, hyper)
 
     def is_answered(self) -> bool:
         """Has the round under way ended, over servers?"""
@@ -209,9 +206,9 @@ class Fragment:
             return
         new = self._views
         if mean is not None and self._outer is not None:
-            self._outer.step([mean.buffer.views[index] for index in range(len(self._tensors))], self._all_rates())
+            self._outer.step(self._in_order(mean.buffer), self._rates)
         elif mean is not None:
-            new = [mean.buffer.views[index] for index in range(len(self._tensors))]
+            new = self._in_order(mean.buffer)
         moved = bool(self._sent) and (self.made.count > 0 or pull != 1.0)  # by local steps since the sending, or to be kept
         if moved:
             self._companions.read()
@@ -241,8 +238,7 @@ class Fragment:
         shown = range(len(self._tensors) - (0 if merged else len(self._companions.tensors)))
         changes = [now[i].detach() - old if i in shown else torch.zeros_like(old) for i, old in enumerate(before)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
-        if newest is not None:
-            self._land(newest)
+        self._land(newest or {})
         if self._sent:
             self._sent = [view.clone() if i in shown else self._sent[i] for i, view in enumerate(self._views)]
         self.reducer.copier.write(self._views)
@@ -256,15 +252,13 @@ class Fragment:
         self.restore()
         self._companions.read()
         self._kept = [tensor.detach().clone() for tensor in self._tensors]
-        if newest is not None:
-            self._land(newest)
+        self._land(newest or {})
         copier.write(self._views)
         self._companions.write()
         self.record()
 
     @property
     def shows_the_jobs(self) -> bool:
-        """Are the job's values shown in place of the worker's own?"""
         return bool(self._kept)
 
     def restore(self) -> None:
@@ -273,21 +267,13 @@ class Fragment:
         if not kept:
             return
         self._companions.read()
-        own = [
-            before if torch.equal(now, shown) else before + (now - shown)
-            for before, now, shown in zip(kept, self._tensors, self._views_there(), strict=True)
-        ]
+        own = []
+        for before, now, view in zip(kept, self._tensors, self._views, strict=True):
+            shown = view.to(now.device)
+            own.append(before if torch.equal(now, shown) else before + (now - shown))
         self.reducer.copier.write(own)
         self._companions.write()
         self.record()
-
-    def _views_there(self) -> list[torch.Tensor]:
-        """What servers have sent, where the parameters are."""
-        return [view.to(tensor.device) for view, tensor in zip(self._views, self._tensors, strict=True)]
-
-    def use_rates(self, rates: Sequence[float]) -> None:
-        """The learning rates of a round that others have begun."""
-        self._rates = list(rates)
 
     # Values that the script has written.
 
@@ -297,15 +283,15 @@ class Fragment:
         self.reducer.copier.watch.record()
 
     @property
-    def _at_start(self) -> bool:
-        """Is this the start of a block, where the values are an anchor's?"""
+    def _at_anchor(self) -> bool:
+        """Are the values an anchor's? At the start of a block, where the mode has one."""
         anchored = (self._differences or self._outer is not None) and not self._alone
         return anchored and self.made.count == 0 and self.sent_at is None
 
     def look(self) -> None:
         """Find what the script has written. Inside a block it is this worker's progress. Where there is an anchor, and no
         local step was made since it was taken, the values are the new anchor, on all workers alike."""
-        if self._at_start:
+        if self._at_anchor:
             self.reducer.renew(compare=False)
             if self.reducer.copier.watch.touched:
                 self.carry()
@@ -313,7 +299,7 @@ class Fragment:
     def carry(self) -> None:
         """At the start of a block: the values of now are the anchor. That all workers have the same is looked at with the
         next round."""
-        if not self._at_start:
+        if not self._at_anchor:
             return
         self.reducer.renew(compare=False)
         for view, tensor in zip(self._views, self._tensors, strict=True):
@@ -336,7 +322,6 @@ class Fragment:
         return [found.get(index, {}).get("momentum_buffer") for index in numbers]
 
     def load_momentum(self, momentum: Sequence[torch.Tensor | None]) -> None:
-        """Go on from it."""
         if self._outer is not None:
             self._outer.load(self._views, momentum)
         elif self._differences and not self._alone:
@@ -344,11 +329,15 @@ class Fragment:
             self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
 
 
-def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[float]) -> GroupValues:
+def rates_of(rules: Sequence[OuterRule], hyper: GroupValues) -> list[float]:
+    """The learning rate of each group of tensors; the last may be the companions' group, which the optimizer has not."""
+    return [*(float(group["lr"]) for group in hyper), 1.0][: len(rules)]
+
+
+def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues) -> GroupValues:
     """What servers are told: the outer step's hyper-parameters, and those of the local steps, which must be alike too."""
-    local = [{f"local {name}": value for name, value in group.items()} for group in hyper]
-    local += [{} for _ in range(len(rules) - len(local))]
-    return tuple({**rule.hyper(lr), **own} for rule, lr, own in zip(rules, rates, local, strict=True))
+    local = [{f"local {name}": value for name, value in group.items()} for group in (*hyper, {})]
+    return tuple({**rule.hyper(lr), **own} for rule, lr, own in zip(rules, rates_of(rules, hyper), local, strict=False))
 
 
 def make_fragments(
@@ -376,27 +365,22 @@ def make_fragments(
         on_servers: Do servers hold the values?
     """
     rule = OuterRule(averaging.outer_lr, averaging.outer_momentum, averaging.nesterov, averaging.in_lr)
-    rule = PLAIN if averaging.plain else rule
+    rule, main = PLAIN if averaging.plain else rule, name
+    alone = not averaging.waits or averaging.own
     fragments: list[Fragment] = []
     for number, part in enumerate(cut([param.numel() * param.element_size() for param in params], averaging.fragments)):
         more = companions if number == 0 else Companions()
         rules = [rule] * len(hyper) + [PLAIN] * bool(more.tensors)
         infos = (*(described[i] for i in part), *describe(more.tensors, more.names, [len(hyper)] * len(more.tensors)))
-        rates = [*(float(group["lr"]) for group in hyper), 1.0]
-        outer = outer_hyper(rules, hyper, rates[: len(rules)])
         steps = any(one != PLAIN for one in rules) or averaging.decoupled
-        spec = specs.of_values(infos, hyper, outer, steps, on_servers, len(more.tensors))
+        spec = specs.of_values(infos, hyper, outer_hyper(rules, hyper), steps, on_servers, len(more.tensors))
         if number:
-            name_of_part = part_of(name, number) if specs.members else session.next_optimizer_id()
-        else:
-            name_of_part = name
+            name = part_of(main, number) if specs.members else session.next_optimizer_id()
         more.read()
         tensors = [*(params[i] for i in part), *more.tensors]
         beside = fragments[0].reducer if fragments else None
-        reducer = make_value_reducer(session, name_of_part, spec, tensors, on_servers, beside)
+        reducer = make_value_reducer(session, name, spec, tensors, on_servers, beside)
         if not session.job.resumed or set(more.names) <= set(session.job.companions):
             more.write()  # all start from those of one worker, as with the values, or from the checkpoint's
-        alone = not averaging.waits or averaging.own
-        overlaps = bool(averaging.overlap) or alone
-        fragments.append(Fragment(reducer, rules, [info.group for info in infos], more, overlaps, alone))
+        fragments.append(Fragment(reducer, rules, more, bool(averaging.overlap) or alone, alone))
     return fragments

@@ -50,10 +50,11 @@ from polytempo.sync.machine import (
     SendPush,
     StepHere,
 )
+from polytempo.train.answer_watch import AnswerWatch
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest
 from polytempo.train.fragment import Fragment
 from polytempo.train.observers import BlockLoss, LossWatch
-from polytempo.train.update import Wrapped, left_as_shown, step_unwrapped
+from polytempo.train.update import Wrapped, left_as_shown
 
 
 class LocalStepUpdate(MachineUpdate):
@@ -92,7 +93,6 @@ class LocalStepUpdate(MachineUpdate):
 
     @property
     def period(self) -> int:
-        """Local steps in the block that runs."""
         return self.fragments[0].reducer.period
 
     def stats(self) -> dict[str, Any]:
@@ -102,7 +102,6 @@ class LocalStepUpdate(MachineUpdate):
     # The machine.
 
     def _hear(self, number: int = 0) -> None:
-        """The answer to a fragment's push is here."""
         reducer = self.fragments[number].reducer
         self._tell(Release(reducer.session.rank, reducer.step, reducer.step, reducer.directive), number)
 
@@ -126,16 +125,27 @@ class LocalStepUpdate(MachineUpdate):
     # Local steps.
 
     def step(self, request: StepRequest) -> Any:
-        """One local step, and what is due after it."""
-        self._restore()
+        for fragment in self.fragments:
+            fragment.restore()
         if self._watch is not None and any(fragment.sent_at is not None for fragment in self.fragments):
             self._watch.poll()
             self._hear_answers()
         return super().step(request)
 
     def _step_here(self, order: StepHere) -> None:
-        began, measures = time.perf_counter(), self._request.measures
-        self._result = self._make(self._request)
+        began, request, wrapped = time.perf_counter(), self._request, self._wrapped
+        measures = request.measures
+        skipped = request.skip or measures.samples == 0
+        with self._held_rates():
+            self._hyper = wrapped.hyper()
+            if not skipped:
+                wrapped.clip()
+                self._result = wrapped.step(request.closure)
+        if self._loss is not None and skipped:
+            self._loss.skip()
+        elif self._loss is not None:
+            given = self._result if request.loss is None else request.loss
+            self._loss.add(given, measures.samples, request.scale, request.unscaled)
         measures.computed += time.perf_counter() - began
         self._steps += 1
         main, *others = self.fragments
@@ -143,27 +153,9 @@ class LocalStepUpdate(MachineUpdate):
         for fragment in others:  # what is said of a step is said once
             fragment.made.add(Measures(samples=measures.samples))
 
-    def _make(self, request: StepRequest) -> Any:
-        wrapped, result = self._wrapped, None
-        with self._held_rates():
-            self._hyper = wrapped.hyper()
-            if request.skip or request.measures.samples == 0:
-                if self._loss is not None:
-                    self._loss.skip()
-                return None
-            wrapped.clip()
-            if request.closure is None:
-                step_unwrapped(wrapped.optimizer)
-            else:
-                result = wrapped.optimizer.step(request.closure)
-        if self._loss is not None:
-            given = result if request.loss is None else request.loss
-            self._loss.add(given, request.measures.samples, request.scale, request.unscaled)
-        return result
-
     @contextmanager
     def _held_rates(self) -> Iterator[None]:
-        """Inside, a fall of the learning rate is held back, where the mode does and blocks have more than one step."""
+        """Inside, a fall of the learning rate waits, where the mode says so and blocks have more than one step."""
         if not self._averaging.holds_lr:
             yield
             return
@@ -193,42 +185,35 @@ class LocalStepUpdate(MachineUpdate):
         fragment = self.fragments[order.part]
         fragment.made.fields = order.measured
         hyper = self._hyper or self._wrapped.hyper()
-        rates = [float(group["lr"]) for group in hyper]
         if fragment is self.fragments[0]:
             made = fragment.made
             made.exchanged, self._exchanged = self._exchanged, 0.0
             if self._averaging.lr:
-                made.lr = rates[0]
+                made.lr = float(hyper[0]["lr"])
             if self._loss is not None and made.count:
                 made.loss = self._loss.take(self._reducer.spec.sync)
-        fragment.send(self._steps, hyper, rates, self._wrapped.finite)
+        fragment.send(self._steps, hyper, self._wrapped.finite)
 
     def _install(self, order: Install) -> None:
         fragment = self.fragments[order.part]
         if fragment.sent_at is None:  # the values that all start with are here already
             return
         fragment.install(order.pull)
-        self._count(fragment)
+        self._count_average(fragment)
 
-    def _count(self, fragment: Fragment) -> None:
-        """The average of a fragment was taken."""
+    def _count_average(self, fragment: Fragment) -> None:
         self._exchanged += fragment.reducer.waited
         if fragment is self.fragments[0]:
             self._averages += 1
             if self._averaging.state == "reset":
                 drop_state(self._wrapped.optimizer)
 
-    def _restore(self) -> None:
-        if self._averaging.own:
-            with torch.no_grad():
-                for fragment in self.fragments:
-                    fragment.restore()
-
     def flush(self, restarts: bool = False) -> None:
         """Send what was not sent yet, and take all that is under way; `restarts`: all workers do so now."""
         shows = any(fragment.shows_the_jobs for fragment in self.fragments)
         with left_as_shown(self._wrapped.params, shows), torch.no_grad():
-            self._restore()
+            for fragment in self.fragments:
+                fragment.restore()
             self._tell(EndBlock(restarts))
             while not self._machine.computes:
                 self._wait()
@@ -237,10 +222,9 @@ class LocalStepUpdate(MachineUpdate):
 
     def consolidate(self, reducer: Reducer) -> None:
         if self._averaging.own:  # the job's model is another than this worker's, which goes on from its own
-            with torch.no_grad():
-                for fragment in self.fragments:
-                    assert isinstance(fragment.reducer, ServerReducer)  # the mode has no other
-                    fragment.show_beside(fragment.reducer.newest())
+            for fragment in self.fragments:
+                assert isinstance(fragment.reducer, ServerReducer)  # the mode has no other
+                fragment.show_beside(fragment.reducer.newest())
             return
         if self._watch is None:
             self.flush(restarts=True)
@@ -262,9 +246,9 @@ class LocalStepUpdate(MachineUpdate):
         self.flush()
         with torch.no_grad():
             while not (fragment := self.fragments[self._machine.upcoming]).reducer.join():
-                fragment.use_rates([float(group["lr"]) for group in self._wrapped.hyper()])
+                fragment.use_rates(self._wrapped.hyper())
                 fragment.install()
-                self._count(fragment)
+                self._count_average(fragment)
                 number = self.fragments.index(fragment)
                 self._hear(number)
                 self._tell(SatOut(), number)
@@ -277,39 +261,6 @@ class LocalStepUpdate(MachineUpdate):
     def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
         for fragment, momentum in zip(self.fragments, state.get("outer", []), strict=False):
             fragment.load_momentum(momentum)
-
-
-class AnswerWatch:
-    """Answers that no worker waits for, of all fragments."""
-
-    def __init__(self, reducers: Sequence[Reducer]) -> None:
-        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerReducer)]
-        assert len(self.reducers) == len(reducers)  # the mode has no other way
-        self._client, self._session = self.reducers[0].client, self.reducers[0].session
-        self._quiet_since, self._moved = time.monotonic(), 0
-
-    def poll(self) -> None:
-        """Handle what has come, without waiting; after a silence, ask."""
-        with self._session.lock:
-            self._client.poll()
-        now, moved = time.monotonic(), self._client.connections.moved()
-        if moved != self._moved:
-            self._quiet_since, self._moved = now, moved
-        elif now - self._quiet_since > self._client.retry:
-            self._quiet_since = now
-            with self._session.lock:
-                for reducer in self.reducers:
-                    self._client.exchanges.ask_status(reducer.client_state)
-
-    def settle(self) -> None:
-        """Wait until one more is there."""
-        with self._session.lock:
-            self._client.settle(*(reducer.name for reducer in self.reducers), enough=any)
-
-    def forget(self) -> None:
-        """No further answer is looked for."""
-        for reducer in self.reducers:
-            reducer.client_state.outstanding.clear()
 
 
 def drop_state(optimizer: torch.optim.Optimizer) -> None:

@@ -30,22 +30,18 @@ Params = Sequence[torch.nn.Parameter]
 SINGLE = ("step", "mu_product", "eta", "mu")
 
 
-def embedding_tables(model: torch.nn.Module | None) -> list[EmbeddingTable]:
-    """The tables of a model's server embeddings, named after them."""
-    if model is None:
-        return []
-    found = {id(module): (name, module) for name, module in model.named_modules() if isinstance(module, ServerEmbedding)}
-    for name, module in found.values():
-        if module.table.source is not None:
-            raise UsageError(f"{name} belongs to another DistributedOptimizer already; one optimizer takes the whole model")
-    return [module.named(name) for name, module in found.values()]
-
-
 class ModelTables:
     """All tables of one optimizer's model: those that workers mirror, then those that live on the servers."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self.embeddings = embedding_tables(model)
+        modules = [] if model is None else model.named_modules()
+        found = [(name, module) for name, module in modules if isinstance(module, ServerEmbedding)]
+        for name, module in found:
+            if module.table.source is not None:
+                raise UsageError(
+                    f"{name} belongs to another DistributedOptimizer already; one optimizer takes the whole model"
+                )
+        self.embeddings: list[EmbeddingTable] = [module.named(name) for name, module in found]
         self.mirrored: list[SparseEmbeddingTable] = []
         self.dense: list[int] = []  #: numbers of the parameters that are no tables
         self._here: list[tuple[EmbeddingTable, TableShard]] = []  # in a job of one
@@ -109,7 +105,7 @@ class ModelTables:
         for table in self.mirrored:
             table.check_unchanged()
 
-    # Gradients of rows.
+    # Gradients of rows, on servers.
 
     def collect(self) -> None:
         """Keep the gradients of rows until they are pushed, whatever becomes of the dense ones."""
@@ -117,16 +113,13 @@ class ModelTables:
             table.collect()
 
     def is_finite(self) -> bool:
-        """Are the gradients of rows on servers numbers?"""
         return all(table.is_finite() for table in self.embeddings)
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients of rows on servers."""
         for table in self.embeddings:
             table.scale(factor)
 
     def drop(self) -> None:
-        """Forget the gradients of rows on servers."""
         for table in self.embeddings:
             table.drop()
 

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from polytempo.errors import HyperDiffer, UsageError
-from polytempo.protocol.push import no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.session.ledger import united
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
 from polytempo.train.driver import StepRequest, StepUpdate
-from polytempo.train.gradient_sums import MicroBatchSum
+from polytempo.train.gradient_sums import WideSum
 
 
 class ShareUpdate(StepUpdate):
@@ -52,9 +51,8 @@ class ShareUpdate(StepUpdate):
         if micro and not deals:
             raise UsageError(f"{spec.text} sums the micro-batches of one optimizer; make one, or use sync='bsp+balance'")
         self._update, self._session, self._mode, self._deals = update, session, spec.text, deals
-        self._ledger = session.ledger
-        self._sum = MicroBatchSum(params) if micro else None
-        self._measures = no_steps()  # of the micro-batches in the sum
+        self._ledger, self._params = session.ledger, params
+        self._sum = WideSum(params) if micro else None  # of this worker's share
         if micro and reducer is not None:
             reducer.set_sending(False)
         elif deals and reducer is not None:
@@ -75,29 +73,26 @@ class ShareUpdate(StepUpdate):
         if not request.weighed:
             request.measures.samples = self._ledger.samples(upcoming=False)
         request.measures.work = float(sum(batch.cost for batch in batches))
-        if self._sum is None:
+        total = self._sum
+        if total is None:
             return self._push(request)
         if request.agreed:
             raise UsageError(
                 f"worker {self._session.rank}: synchronize() averages one batch, and a step of {self._mode} is "
                 "several; use clip_norm= of DistributedOptimizer"
             )
-        if not request.skip:
-            self._sum.add(request.measures.samples)
-        self._measures.add(request.measures)
-        self._measures.vital_signs = request.measures.vital_signs  # the last: those before were made on the same values
+        if not request.skip and request.measures.samples:
+            total.add(request.measures.samples)
+        total.say(request.measures)
         if not all(batch.ends_share for batch in batches):
             return None
-        return self._push_sum(request, self._sum)
+        self._sum = WideSum(self._params)
+        return self._push_sum(request, total)
 
-    def _push_sum(self, request: StepRequest, total: MicroBatchSum) -> Any:
-        """This worker's share is done."""
-        request.measures, self._measures = self._measures, no_steps()
-        request.measures.positions = united(request.measures.positions)
-        request.measures.samples, request.skip = total.samples, not total.samples
-        if request.skip:
-            total.drop()
-        else:
+    def _push_sum(self, request: StepRequest, total: WideSum) -> Any:
+        request.measures, request.skip = total.measures, not total.count
+        request.measures.positions, request.measures.samples = united(total.measures.positions), total.samples
+        if total.count:
             total.assign_mean()
         try:
             return self._push(request)

@@ -6,7 +6,7 @@
     StepAlone       a job of one without servers: the wrapped optimizer runs
     DownpourUpdate  local steps, accumulated pushes (`downpour.py`)
     LocalStepUpdate blocks of local steps, averages of values (`local_steps.py`)
-    GossipUpdate    a local step, and mixing with neighbours (`gossip.py`); PairUpdate: averages of pairs (`adpsgd.py`)
+    GossipUpdate    a local step, and mixing with neighbours; PairUpdate: averages of pairs (`neighbours.py`)
 
 `DistributedOptimizer` picks one (`optimizer.py`) and calls it in every step.
 """
@@ -49,6 +49,13 @@ class Wrapped:
         """Clip the gradients, if `clip_norm` was given."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Let the optimizer step, on the gradients or by a closure that makes them; what that returned."""
+        if closure is not None:  # of LBFGS, which calls it several times, and has gradients recorded inside
+            return self.optimizer.step(closure)
+        step_unwrapped(self.optimizer)
+        return None
 
 
 @contextmanager

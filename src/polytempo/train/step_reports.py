@@ -1,22 +1,28 @@
-"""A clock of the sequencer for steps that no other worker needs (of a pipeline, of a group of one): it counts them, for the
-budget of the job.
+"""What servers hear of steps that no other worker needs: of a pipeline, or of a group of one.
 
-Steps are reported as pushes without data, by one worker or a few; each answer says whether the budget is used up. Of
-several pipelines side by side that of rank 0 is counted; the others are told the same.
+StepClock         a clock of the sequencer counts them for the budget of the job. They are reported as pushes without
+                  data, by one worker or a few; each answer says whether the budget is used up. Of several pipelines side
+                  by side that of rank 0 is counted; the others are told the same
+ProgressReporter  how far training without pushes is, for the display, the record and the summary of `polytempo run`
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from polytempo.client.client_state import ClientState
+from polytempo.errors import PeerError
 from polytempo.protocol.push import Measures, StepReport
-from polytempo.protocol.values import OptimizerSpec, name_in_group
+from polytempo.protocol.values import OptimizerSpec, TrainingProgress, name_in_group
 from polytempo.reducer.reducer import SequencerClient
 from polytempo.session.session import Session
 from polytempo.train.driver import StepRequest, StepUpdate
+
+#: Seconds between two reports of progress.
+EVERY = 1.0
 
 
 class StepClock:
@@ -42,7 +48,6 @@ class StepClock:
 
     @property
     def steps(self) -> int:
-        """This worker's steps so far."""
         return self._clock.step
 
     @property
@@ -98,3 +103,49 @@ class CountedSteps(StepUpdate):
 
     def stats(self) -> dict[str, Any]:
         return {"waited_s": self._clock.waited}
+
+
+class ProgressReporter:
+    """The first worker reports to the first server, if there is one: at the start, once a second, and at the end."""
+
+    def __init__(
+        self,
+        session: Session,
+        what: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        distributed: bool = False,
+    ) -> None:
+        self._session, self._what, self._clock = session, what, clock
+        self._flags = session.job.budgeted and not distributed, distributed
+        self._steps = 0
+        self._loss: float | None = None
+        self._begun: float | None = None
+        self._ended = self._reported = clock()
+        if session.rank == 0 and session.client is not None:
+            session.flushing.append(self.report)
+        self.report()
+
+    def begins(self) -> None:
+        if self._begun is None:
+            self._begun = self._clock()
+
+    def made(self, steps: int, loss: float | None) -> None:
+        """Steps were made; `loss` is the last that is known."""
+        self._steps += steps
+        self._loss = self._loss if loss is None else loss
+        self._ended = self._clock()
+        if self._ended - self._reported >= EVERY:
+            self.report()
+
+    def report(self) -> None:
+        self._reported = self._clock()
+        client = self._session.client
+        if client is None or self._session.rank != 0:
+            return
+        seconds = self._ended - self._begun if self._begun is not None else 0.0
+        figures: dict[str, float | int | str] = {"steps": self._steps}
+        if self._loss is not None:
+            figures["loss"] = self._loss
+        with suppress(PeerError), self._session.lock:  # training does not need the server; the launcher sees that it is gone
+            client.metric(figures, TrainingProgress(self._what, self._steps, seconds, self._loss, *self._flags))
