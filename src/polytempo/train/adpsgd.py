@@ -12,6 +12,7 @@ from __future__ import annotations
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import NeighbourReducer, PairExchange
+from polytempo.session.leaving import LeavingStep
 from polytempo.sync.machine import AddStep, AskPartner, Snapshot, WorkerMachine
 from polytempo.train.driver import LivePerforms
 from polytempo.train.gossip import OwnModelUpdate
@@ -27,7 +28,7 @@ class PairUpdate(OwnModelUpdate):
         self._exchange: PairExchange | None = None
         if reducer.session.size > 1:
             self._exchange = PairExchange(reducer, machine)
-            reducer.session.flushing.append(self._leave)
+            reducer.session.on_leave(LeavingStep.FLUSH, self._leave)
         super().__init__(wrapped, reducer, machine)
         self.start()
 

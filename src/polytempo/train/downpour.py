@@ -20,6 +20,7 @@ from polytempo.client.client_state import Reading
 from polytempo.protocol.push import no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.session.leaving import LeavingStep
 from polytempo.sync.actions import Release
 from polytempo.sync.downpour import LocalSteps
 from polytempo.sync.machine import (
@@ -79,7 +80,7 @@ class DownpourUpdate(MachineUpdate):
         reducer.pulls = False  # values are fetched; those of an answer would undo local steps
         reducer.client_state.take = lambda parts, absent: None
         super().__init__(machine, reducer)
-        reducer.session.flushing.append(self.flush)
+        reducer.session.on_leave(LeavingStep.FLUSH, self.flush)
         reducer.before_read = self.flush
         self.start()
 

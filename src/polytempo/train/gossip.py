@@ -17,6 +17,7 @@ import torch
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import GossipExchange, NeighbourReducer
+from polytempo.session.leaving import LeavingStep
 from polytempo.sync.machine import AddStep, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.update import Wrapped, left_as_shown, step_unwrapped
@@ -72,7 +73,7 @@ class GossipUpdate(OwnModelUpdate):
         # The model when it was sent, where that is before the step; in the step, the change since then.
         self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False) if overlap else None
         super().__init__(wrapped, reducer, machine)
-        reducer.session.flushing.append(self._leave)
+        reducer.session.on_leave(LeavingStep.FLUSH, self._leave)
         self.start()
 
     def performs(self) -> LivePerforms:

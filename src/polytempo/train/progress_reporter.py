@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from polytempo.errors import PeerError
 from polytempo.protocol.values import TrainingProgress
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 
 #: Seconds between two reports.
@@ -32,7 +33,7 @@ class ProgressReporter:
         self._begun: float | None = None
         self._ended = self._reported = clock()
         if session.rank == 0 and session.client is not None:
-            session.flushing.append(self.report)
+            session.on_leave(LeavingStep.FLUSH, self.report)
         self.report()
 
     def begins(self) -> None:
