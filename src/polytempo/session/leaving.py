@@ -1,6 +1,7 @@
 """What happens when a worker leaves its job, step by step. `Session.on_leave` adds to a step, `Session.close` runs them:
 
     FLUSH   what is outstanding is sent, in the order in which it was added; only of a worker that has finished
+    REPORT  the state of the script is reported, now that the last push is made; only then, too
     CLOSE   threads that use the client end
             (here the client leaves: the servers go on without this worker)
     JOIN    without servers: this rank takes part in what the others still need of it, all at once: ranks differ in order
@@ -23,6 +24,7 @@ class LeavingStep(Enum):
     """When something is done, as the head of this file says."""
 
     FLUSH = "flush"
+    REPORT = "report"
     CLOSE = "close"
     JOIN = "join"
     UNDO = "undo"

@@ -27,8 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from polytempo.client.client import Client
 from polytempo.client.connections import is_importing_the_script, refusal, started_by
 from polytempo.client.key_value_store import JobWatch
-from polytempo.collectives.group import RankGroup
-from polytempo.collectives.native import Native
 from polytempo.collectives.shutdown import ended_badly, watch_exit
 from polytempo.collectives.world import World
 from polytempo.device.device import Devices
@@ -74,7 +72,6 @@ class RoundClock:
     """The clock by which a worker's rounds with deadlines are timed; tests have one of their own."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
         return time.monotonic()
 
     def wait(self, condition: threading.Condition, until: float) -> None:
@@ -147,41 +144,44 @@ class Session:
     """One worker of a job. Without a client there are no servers; with a size of one it is a job of its own."""
 
     def __init__(self, client: Client | None, job: JobFacts, rank: int) -> None:
-        self.client = client
-        self.job = job
-        self.rank = rank
-        self.size = job.size
-        self.lock = threading.RLock()
-        self.optimizers = 0
-        self.measured = MEASURED  #: the next number of an optimizer that is only measured
-        self.ledger = Ledger(rank, job.size)  #: the samples of its samplers: which were drawn, and which were trained on
+        self.client, self.job, self.rank, self.size = client, job, rank, job.size
+        self.lock = threading.RLock()  #: of the client
+        self.parent = ""  #: in a child process of a worker: the name of that worker
         self.life = 0  #: the number of jobs that this process has left before this one
-        self._returned = self._excluded = 0.0
-        self._local_peers: LocalPeers | None = None
-        self._buffers = 0
-        self._world: World | None = None
-        self._opening = threading.Lock()  # not `lock`: other threads use the client while ranks are waited for
+
+        # Links to other workers.
         self.way = Way()
         self.timeout: float | None = None  #: seconds after which a wait for other ranks fails
         self.least = job.size  #: the least number of workers; with fewer left, a job without a sequencer ends
-        self.leaving = LeavingCalls()  #: what is done when this worker leaves
-        self.machine_log: Callable[[MachineEntry], object] | None = None  #: is given all that machines are told and order
-        self.round_clock = RoundClock()  #: times rounds with deadlines
+        self._world: World | None = None
+        self._opening = threading.Lock()  # not `lock`: other threads use the client while ranks are waited for
+        self._local_peers: LocalPeers | None = None
+        self._buffers = 0
+        self.devices = Devices()  #: of this process, by torch device
+
+        # What optimizers of this process have to know of each other.
+        self.optimizers = 0
+        self.measured = MEASURED  #: the next number of an optimizer that is only measured
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.guards: Any = weakref.WeakSet()  #: what looks at the steps of each optimizer, for divergence
+        self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
+        self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
+        self.machine_log: Callable[[MachineEntry], object] | None = None  #: is given all that machines are told and order
+        self.round_clock = RoundClock()  #: times rounds with deadlines
+
+        # Data, and what the script has said.
+        self.ledger = Ledger(rank, job.size)  #: the samples of its samplers: which were drawn, and which were trained on
+        #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
+        self.data_axis = (rank // job.replica, job.size // job.replica) if job.replica > 1 else None
         self.registered: Any = None  #: what the script has registered for checkpoints (`train/script_state.py`)
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
+
+        # The end.
         self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one
-        self.parent = ""  #: in a child process of a worker: the name of that worker
-        #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
-        self.data_axis: tuple[int, int] | None = None
-        if job.replica > 1:
-            self.data_axis = rank // job.replica, job.size // job.replica
-        self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
-        self.devices = Devices()  #: of this process, by torch device
-        self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
         self.lone: LoneTraining | None = None  #: sees whether this process trains without an exchange, until it cannot
+        self.leaving = LeavingCalls()  #: what is done when this worker leaves
+        self._returned = self._excluded = 0.0  # of the last exchange, and since then: what was no computing
 
     @property
     def together(self) -> bool:
@@ -235,7 +235,6 @@ class Session:
         return self.job.emulation(self.rank)
 
     def next_optimizer_id(self) -> str:
-        """The name of the next optimizer."""
         if self.life and self.client is not None:
             raise UsageError(
                 f"rank {self.rank} has finished its part of this job with shutdown(), and the servers went on without it; "
@@ -282,15 +281,7 @@ class Session:
         """What is known of other ranks beside what their links say."""
         return RankWatch() if self.client is None else JobWatch(self.client, self.lock, self.life)
 
-    def native(self, group: RankGroup) -> Native:
-        """torch's own collectives for a group."""
-        if self.job.link is not None:
-            raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
-        found: Native = group.native
-        return found
-
     def use(self, world: World) -> None:
-        """Use a world that was opened elsewhere."""
         self._world = world
 
     def next_buffer(self) -> int:
@@ -306,8 +297,7 @@ class Session:
             sys.stderr.write(f"polytempo: warning: {trained_alone('rank 0 has', alone)}\n")
         if reason == "finished" and self.client is not None:
             self.leaving.run(LeavingStep.FLUSH)
-            if self.registered is not None:  # after the last push; unless it was reported when the last batch was
-                self.registered.mark(whole=True)
+            self.leaving.run(LeavingStep.REPORT)
         self.leaving.run(LeavingStep.CLOSE)
         client, self.client = self.client, None
         if self._local_peers is not None:
@@ -328,7 +318,7 @@ class Session:
             client.leave("failed", fault=shown)
 
     def _end(self, politely: bool) -> None:
-        self.leaving.of[LeavingStep.FLUSH].clear()  # of a worker that has not finished
+        self.leaving.of[LeavingStep.FLUSH].clear()  # of a worker that has not finished, or has no servers
         self.leaving.run(LeavingStep.UNDO)
         if self._world is not None:
             self._world.close(politely)

@@ -24,7 +24,9 @@ from polytempo.collectives.group import exchange as exchange_records
 from polytempo.collectives.reduce_ops import check_mean
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
+from polytempo.server.optimizer_state import as_bytes, digest_of_bytes
 from polytempo.session.session import current, seconds_of
+from polytempo.train.safe_serialization import decode_from, encode_for_all
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,6 @@ def explain_algorithm(collective: str, size: int, group: AnyGroup = None, device
 
 
 def _resolve(group: AnyGroup, call: str) -> Group:
-    """The group of a call: by default all ranks."""
     if group is not None:
         return group
     all_ranks = current().world(f"{call}() #1 in group world").all_ranks
@@ -265,7 +266,9 @@ def _call(
     if op is not _UNUSED:
         check_mean(op, _list(tensors[0]))
         how["op"] = op
-    by = current().native(members.inner) if algorithm == "native" else members.inner
+    if algorithm == "native" and current().job.link is not None:
+        raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
+    by = members.inner.native if algorithm == "native" else members.inner
     task: Task = getattr(by, collective)(*tensors, **how)
     if async_op:
         return task
@@ -477,3 +480,83 @@ def device_call(tensors: Sequence[torch.Tensor], group: Group) -> DeviceCall | N
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
     """A call of several parts (`collectives/group.py`): gather a record of each rank, and go on with `then`."""
     return exchange_records(_inner(group), record, then, background)
+
+
+# Models and optimizers of one rank on all, in place. Nothing is pickled (`safe_serialization.py`).
+
+
+def broadcast_parameters(state: Any, root: int = 0) -> None:
+    """Make the tensors of a model those of rank `root`, in place. Collective.
+
+    `DistributedOptimizer` does this for its parameters by itself; this is for buffers and other models.
+
+    Args:
+        state: A `state_dict()` or `named_parameters()`, with the same names on all ranks.
+        root: The rank whose values all get.
+
+    Raises:
+        UsageError: A tensor cannot be sent.
+        PeerError: Ranks gave tensors of different shapes, or one is lost (`RankLost`).
+    """
+    items = dict(state)
+    tensors = [items[name] for name in sorted(items) if isinstance(items[name], torch.Tensor)]
+    if not tensors:
+        return
+    # Values that were the same everywhere before are no change of the script's, though they were written; others are,
+    # though what comes over a link is written without torch.
+    watches = list(current().watches)
+    clean = [watch for watch in watches if watch.is_clean()]
+    before = [_digest(tensor) for tensor in tensors if watches]
+    broadcast([tensor.detach() for tensor in tensors], root)
+    now = [_digest(tensor) for tensor in tensors if watches]
+    changed = [tensor for tensor, old, new in zip(tensors, before, now, strict=False) if old != new]
+    for watch in watches:
+        if not watch.was_written(changed) and watch in clean:
+            watch.record()
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return digest_of_bytes([as_bytes(tensor.detach().cpu())])
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Make the options and the state of an optimizer those of rank `root`, whatever state this rank's has. Collective.
+
+    Args:
+        optimizer: A torch optimizer, made over the same parameters on all ranks.
+        root: The rank whose options and state all get.
+
+    Raises:
+        UsageError: The state holds an object that is neither a tensor nor plain data; nothing is pickled.
+        PeerError: A rank does not take part, or is lost (`RankLost`).
+    """
+    current().check_part()
+    if current().size == 1:
+        return
+    aside: list[torch.Tensor] = []
+    mine = current().rank == root
+    sent, refusal = encode_for_all(optimizer.state_dict(), aside) if mine else (b"", None)
+    data = bytearray(sent)
+    length = torch.tensor([len(data)])
+    broadcast(length, root)
+    text = torch.frombuffer(data, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    broadcast(text, root)
+    if refusal is not None:
+        raise refusal
+    state = None if mine else decode_from(root, text.numpy().tobytes(), aside)
+    if aside:
+        broadcast([tensor.detach() for tensor in aside], root)
+    if state is not None:
+        load_in_place(optimizer, state)
+
+
+def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state. Groups and state stay the objects they were: schedulers and wrappers hold on to them."""
+    groups, kept = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(state)
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        old.update(new)
+    entries = dict(optimizer.state)
+    kept.clear()
+    kept.update(entries)
+    optimizer.param_groups, optimizer.state = groups, kept

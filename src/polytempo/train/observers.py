@@ -142,7 +142,6 @@ class Sample:
         return cls(param, (runs, run), apart)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of this tensor of the same size."""
         if not tensor.is_contiguous() and not is_permuted(tensor):
             tensor = tensor.contiguous()
         return tensor.as_strided(self.shape, (self.apart, 1))
