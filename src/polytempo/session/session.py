@@ -1,5 +1,6 @@
 """A process's place in its job: `init`, `rank`, `size`, `shutdown`; what else scripts call is in `script_calls.py`.
 
+How a session connects is in `connecting.py`, which samples it draws in `ledger.py`, what it does in the end in `leaving.py`.
 `init` makes the one session of the process. In a job in threads (`polytempo.testing`) each thread has a session of its own,
 bound to it by `as_current`. The public functions at the end of this file act on the current session.
 """

@@ -281,8 +281,8 @@ class KV:
             raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")
         check_features(spec, Feature.KV)
         self._ahead = spec.capabilities.ahead
-        self._tables = {name: ArrayTable(name, array) for name, array in arrays.items()}
-        self._handles = {name: ArrayHandle(self, number, table) for number, (name, table) in enumerate(self._tables.items())}
+        self._tables = [ArrayTable(name, array) for name, array in arrays.items()]
+        self._handles = {table.info.name: ArrayHandle(self, number, table) for number, table in enumerate(self._tables)}
         self._client = self._session.client
         self._session.check_part()
         if self._client is None and self._session.size > 1:
@@ -290,13 +290,12 @@ class KV:
         self._name = self._session.next_optimizer_id()
         self._state = ClientState(self._name, ahead=self._ahead)
         self.step = 0
-        tables = list(self._tables.values())
-        self._local = LocalArrays(tables) if self._client is None else None
+        self._local = LocalArrays(self._tables) if self._client is None else None
         if self._client is not None:
-            self._rows = RowTraffic(self._client, self._name, tables)
+            self._rows = RowTraffic(self._client, self._name, self._tables)
             self._state.take_rows = self._rows.take
             with self._session.lock:
-                infos = tuple(table.info for table in tables)
+                infos = tuple(table.info for table in self._tables)
                 made = OptimizerSpec(spec.text, "server", "", (), (), tables=infos, digest=spec.digest)
                 self._client.register(self._name, made, lambda: (FirstValues(), self._no_data()), self._state)
             self.step = self._state.released - self._ahead
@@ -384,7 +383,7 @@ class KV:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The compression residuals of this worker, by array; the arrays themselves are in the job's checkpoints."""
-        return {name: table.residual for name, table in self._tables.items() if table.residual is not None}
+        return {table.info.name: table.residual for table in self._tables if table.residual is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the residuals of `state_dict`.
@@ -410,7 +409,6 @@ class KV:
     # For the handles.
 
     def pull_rows(self, number: int, ids: torch.Tensor | None, span: tuple[int, int]) -> Future[torch.Tensor]:
-        table = list(self._tables.values())[number]
         if self._local is not None:
             here = self._local.pull(number, ids, span)
             return Future(lambda: True, lambda: here)
@@ -426,6 +424,7 @@ class KV:
 
         def result() -> torch.Tensor:
             with self._session.lock, client.together():
+                table = self._tables[number]
                 if routing is None:
                     return table.shaped(rows.span_pulled(number, request, span))
                 found = rows.pulled(number, request, routing)
