@@ -253,8 +253,9 @@ class Session:
     def watch_lone_training(self) -> None:
         """Have workers warned that train each a model of its own."""
         if self.size > 1 and not self.parent:
-            calls = lambda: 0 if self._world is None else self._world.engine.started  # noqa: E731
-            self.lone = LoneTraining(calls, 0 if self.rank == 0 else None)
+            self.lone = LoneTraining(
+                lambda: 0 if self._world is None else self._world.engine.started, 0 if self.rank == 0 else None
+            )
 
     def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
