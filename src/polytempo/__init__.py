@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from polytempo.strategy.fit import Callback, EarlyStop, FitRun, History, fit
     from polytempo.strategy.strategy import Strategy
     from polytempo.tensor_parallel.cross_entropy import cross_entropy
-    from polytempo.train.broadcast_state import broadcast_optimizer_state, broadcast_parameters
     from polytempo.train.communication import (
         Group,
         all_gather,
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
         all_to_all,
         barrier,
         broadcast,
+        broadcast_optimizer_state,
+        broadcast_parameters,
         explain_algorithm,
         gather,
         irecv,
@@ -79,10 +80,10 @@ _MODULES = {
     "strategy.fit": ("Callback", "EarlyStop", "FitRun", "History", "fit"),
     "strategy.strategy": ("Strategy",),
     "tensor_parallel.cross_entropy": ("cross_entropy",),
-    "train.broadcast_state": ("broadcast_optimizer_state", "broadcast_parameters"),
     "train.communication": (
-        *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "explain_algorithm", "gather"),
-        *("irecv", "isend", "new_group", "recv", "reduce", "reduce_scatter", "reform", "scatter", "send"),
+        *("Group", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_optimizer_state"),
+        *("broadcast_parameters", "explain_algorithm", "gather", "irecv", "isend", "new_group", "recv", "reduce"),
+        *("reduce_scatter", "reform", "scatter", "send"),
     ),
     "train.evaluation_statistics": ("evaluation_statistics",),
     "train.optimizer": ("DistributedOptimizer",),

@@ -9,6 +9,7 @@ from torch import nn
 from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session, as_current
 from polytempo.train.driver import StepRequest
 from polytempo.train.observers import StepSigns
@@ -31,7 +32,7 @@ def seen_on(place: str) -> list[VitalSigns | None]:
                 for param in params:
                     param.mul_(1.1)
             torch.cuda.synchronize()
-    for close in session.ending:
+    for close in session.leaving.of[LeavingStep.UNDO]:
         close()
     return found
 

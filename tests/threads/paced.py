@@ -11,8 +11,7 @@ import torch
 from helpers import Batch, MakeOptimizer, loss_of, until, weights
 from torch import nn
 
-from polytempo.session.round_clock import RoundClock
-from polytempo.session.session import Session
+from polytempo.session.session import RoundClock, Session
 from polytempo.train.optimizer import DistributedOptimizer
 
 #: Seconds of a round: so long that the sequencer, whose clock is real, never loses patience.

@@ -21,7 +21,7 @@ from polytempo.protocol.values import TensorInfo
 from polytempo.reducer.parameter_watch import AT_MOST, COMPARED, ParameterWatch
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
-from polytempo.train import broadcast_state, communication
+from polytempo.train import communication
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.transport import shared_memory
 
@@ -460,7 +460,6 @@ def test_parameters_that_share_memory_are_refused_where_servers_keep_each(when: 
 def test_values_that_are_broadcast_and_stay_the_same_are_no_change(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a script does that came from Horovod. Who is late must not be refused for what others have pushed since."""
     here = threading.local()
-    monkeypatch.setattr(broadcast_state, "current", lambda: here.session)
     monkeypatch.setattr(communication, "current", lambda: here.session)
     pushed = threading.Event()
 
@@ -468,7 +467,7 @@ def test_values_that_are_broadcast_and_stay_the_same_are_no_change(sync: str, mo
         here.session = session
         model = copy.deepcopy(START)
         optimizer = DistributedOptimizer(sgd(model), model)
-        broadcast_state.broadcast_parameters(model.state_dict(), root=0)
+        communication.broadcast_parameters(model.state_dict(), root=0)
         with torch.no_grad():
             for param in model.parameters() if session.rank else ():
                 assert param._version  # else nothing is tested
@@ -489,8 +488,8 @@ def test_values_that_are_broadcast_count_though_links_write_without_torch(monkey
         for tensor, value in zip(tensors, [OTHER.state_dict()[name] for name in sorted(OTHER.state_dict())], strict=True):
             tensor.numpy()[...] = value.numpy()
 
-    monkeypatch.setattr(broadcast_state, "current", lambda: here.session)
-    monkeypatch.setattr(broadcast_state, "broadcast", written)
+    monkeypatch.setattr(communication, "current", lambda: here.session)
+    monkeypatch.setattr(communication, "broadcast", written)
 
     def work(session: Session) -> list[torch.Tensor]:
         here.session = session
@@ -498,7 +497,7 @@ def test_values_that_are_broadcast_count_though_links_write_without_torch(monkey
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
         if session.rank == 0:
             model.load_state_dict(OTHER.state_dict())
-        broadcast_state.broadcast_parameters(model.state_dict(), root=0)
+        communication.broadcast_parameters(model.state_dict(), root=0)
         optimizer.step()
         return weights(model)
 

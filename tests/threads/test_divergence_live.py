@@ -19,6 +19,7 @@ from polytempo.errors import JobEnded
 from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.driver import StepRequest
@@ -220,7 +221,7 @@ def test_the_loss_is_what_backward_was_called_on() -> None:
         eighth = look()
         assert eighth is not None
         assert eighth.loss == 900.0
-    for close in session.ending:
+    for close in session.leaving.of[LeavingStep.UNDO]:
         close()
 
 
@@ -258,5 +259,5 @@ def test_gradients_that_are_not_dense_are_left_out() -> None:
             found = signs.look(request())
     assert found is not None
     assert found.gradient == pytest.approx(5**0.5)
-    for close in session.ending:
+    for close in session.leaving.of[LeavingStep.UNDO]:
         close()

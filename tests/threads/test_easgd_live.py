@@ -16,6 +16,7 @@ from torch import nn
 
 from polytempo.checkpoints import find_checkpoint
 from polytempo.errors import UsageError
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -114,7 +115,7 @@ def live(
                 loss_of(model, step[session.rank]).backward()
                 optimizer.step(samples=4)
         with turns.turn_of(session.rank):
-            for flush in session.flushing:
+            for flush in session.leaving.of[LeavingStep.FLUSH]:
                 flush()
         own = weights(model)
         with turns.turn_of(session.rank):

@@ -30,6 +30,7 @@ from torch import nn
 from polytempo.errors import UsageError
 from polytempo.protocol.push import Measures
 from polytempo.reducer.neighbour_reducer import NeighbourReducer
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -270,7 +271,7 @@ def test_a_neighbour_that_dies_after_its_push_and_before_its_values_are_through_
                 through.wait(30)
             if (session.rank, step) == (2, 2):
                 reducer.begin(None, ({"lr": 0.1},), Measures())
-                session.flushing.clear()
+                session.leaving.of[LeavingStep.FLUSH].clear()
                 session.world().close(politely=False)
                 return 0.0, 0.0
             optimizer.step()

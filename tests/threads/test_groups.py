@@ -40,7 +40,7 @@ from polytempo.collectives.plans import PLANS
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
 from polytempo.errors import PeerError, UsageError
-from polytempo.train import broadcast_state, communication
+from polytempo.train import communication
 
 __all__ = ["all_worlds", "nothing_left", "opening", "worlds_of"]
 
@@ -801,7 +801,6 @@ def scripts(worlds_of: Cache, monkeypatch: pytest.MonkeyPatch) -> Callable[[Call
             return found
 
     monkeypatch.setattr(communication, "current", Session)
-    monkeypatch.setattr(broadcast_state, "current", Session)
 
     def run_scripts(script: Callable[[int], Any]) -> list[Any]:
         def work(rank: int) -> Any:
@@ -887,8 +886,8 @@ def test_in_scripts_handles_lists_and_parameters(scripts: Callable[..., list[Any
         assert [t.item() for t in outputs] == [10.0 * q + rank for q in range(4)]
         torch.manual_seed(rank)
         model = torch.nn.Linear(3, 2)
-        broadcast_state.broadcast_parameters(model.state_dict(), 1)
-        broadcast_state.broadcast_parameters(dict(model.named_parameters()), 1)
+        communication.broadcast_parameters(model.state_dict(), 1)
+        communication.broadcast_parameters(dict(model.named_parameters()), 1)
         same = torch.stack([model.weight.detach().flatten()] * 1)
         outputs = [torch.zeros_like(same) for _ in range(4)]
         communication.all_gather(outputs, same)

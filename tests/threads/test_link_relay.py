@@ -19,7 +19,8 @@ from worlds import PATIENCE, Shelf
 from polytempo.collectives.world import World, open_by_store, open_in_threads
 from polytempo.errors import UsageError
 from polytempo.launcher.job_facts import JobFacts, read_job
-from polytempo.session.session import Session
+from polytempo.session.session import Session, as_current
+from polytempo.train.communication import all_reduce
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.connect import connect
@@ -336,8 +337,9 @@ def test_ranks_of_an_emulated_network_are_hosts_of_their_own() -> None:
 
 def test_torch_collectives_of_other_back_ends_are_refused() -> None:
     session = Session(None, JobFacts(2, (), link=(1e6, 0.0)), 0)
-    with pytest.raises(UsageError, match="--link does not slow; use 'auto'"):
-        session.native(open_in_threads(1)[0].all_ranks)
+    session.use(open_in_threads(1)[0])
+    with as_current(session), pytest.raises(UsageError, match="--link does not slow; use 'auto'"):
+        all_reduce(torch.ones(1), algorithm="native")
 
 
 def test_the_job_file_has_the_emulated_network(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from worlds import Hosts, close_all, everywhere, open_worlds
 
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.strategy import links
 from polytempo.strategy.costs import Machine
@@ -91,7 +92,7 @@ def test_nothing_is_left_of_measured_optimizers(monkeypatch: pytest.MonkeyPatch)
     def work(session: Session) -> tuple[int, int, int]:
         measure_machine(session.world(), session=session)
         DistributedOptimizer(torch.optim.SGD([params[session.rank]], 0.5))
-        return session.optimizers, len(session.joining), len(session._standbys)
+        return session.optimizers, len(session.leaving.of[LeavingStep.JOIN]), len(session.leaving.standbys)
 
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     with GroupJob(2) as job:

@@ -17,6 +17,7 @@ from worlds import Opening, alone, attempts, nothing_left, opening
 
 from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -155,7 +156,7 @@ def test_replicas_are_compared_where_ranks_go_on_without_one() -> None:
         optimizer = DistributedOptimizer(torch.optim.SGD([values], lr=1.0), named_parameters=[("values", values)])
         for step in range(4):
             if step == 2 and session.rank == 2:
-                session.joining.clear()
+                session.leaving.of[LeavingStep.JOIN].clear()
                 session.world().close(politely=False)
                 return []
             if step == 2 and session.rank == differs:

@@ -22,6 +22,7 @@ from polytempo.protocol.push import Measures
 from polytempo.protocol.values import ClosedRound
 from polytempo.reducer.peer_reducer import PeerReducer
 from polytempo.reducer.round_sums import GroupSums
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.sync.directives import NextDeadline
 from polytempo.testing.threads import GroupJob, ThreadJob
@@ -58,8 +59,8 @@ class Driver:
     def __init__(self, model: nn.Module, make: Any, **options: Any) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = DistributedOptimizer(make(list(self.model.parameters())), self.model, **options)
-        for end in self.optimizer._session.closing:  # its communication thread: here the test says when rounds end
-            end()
+        # Its communication thread: here the test says when rounds end.
+        self.optimizer._session.leaving.run(LeavingStep.CLOSE)
         reducer = self.optimizer._reducer
         assert isinstance(reducer, PeerReducer)
         self.rounds = PeerRounds(reducer, self.optimizer._wrapped)

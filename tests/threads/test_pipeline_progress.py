@@ -14,6 +14,7 @@ from polytempo.launcher.job_facts import JobFacts
 from polytempo.pipeline.pipeline import Pipeline, pipeline_title
 from polytempo.pipeline.schedules import make
 from polytempo.protocol.values import TrainingProgress
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.step_reports import EVERY, ProgressReporter
@@ -58,7 +59,7 @@ def test_it_is_told_at_once_then_at_most_once_a_second_and_at_the_end() -> None:
     assert heard == [(0, 0.0, None), (1, 0.3, None), (5, 1.5, 0.4), (9, 2.7, 0.8)]
     assert EVERY == 1.0
     told.made(0, 7.0)
-    session.flushing[0]()
+    session.leaving.of[LeavingStep.FLUSH][0]()
     assert (server.heard[-1].steps, server.heard[-1].loss) == (10, 7.0)
     assert server.heard[-1].seconds == pytest.approx(3.0)
 
@@ -70,7 +71,7 @@ def test_others_and_those_without_a_server_tell_nothing(rank: int) -> None:
     told.begins()
     clock.now += 5
     told.made(1, 0.5)
-    assert session.flushing == []
+    assert session.leaving.of[LeavingStep.FLUSH] == []
     assert server is None or server.heard == []
 
 

@@ -18,6 +18,7 @@ from polytempo.errors import PeerError, RankLost, UsageError
 from polytempo.reducer import collective_reducer
 from polytempo.reducer.ballot import Ballot, outcome, size_of, unpack
 from polytempo.reducer.collective_reducer import CollectiveReducer, VotingGroup
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.summation import in_order
 from polytempo.testing.threads import GroupJob
@@ -160,7 +161,7 @@ def test_other_rates_are_named() -> None:
         loss_of(mine, data[0][session.rank]).backward()
         with pytest.raises(UsageError, match=r"rank 0 has lr=0\.1 in group 0 where rank 2 has lr=0\.3") as error:
             optimizer.step()
-        session.joining.clear()
+        session.leaving.of[LeavingStep.JOIN].clear()
         return str(error.value)
 
     with GroupJob(3) as job:
@@ -172,7 +173,7 @@ def test_other_models_are_named() -> None:
         model = nn.Linear(3, 2 + session.rank)
         with pytest.raises(UsageError, match=r"rank 0 has parameter .* where rank 1 has parameter"):
             DistributedOptimizer(sgd(list(model.parameters())))
-        session.joining.clear()
+        session.leaving.of[LeavingStep.JOIN].clear()
 
     with GroupJob(2) as job:
         job.run(work)
@@ -193,7 +194,7 @@ def die_in(session: Session, point: str) -> None:
         world.close(politely=False)
         raise Died
 
-    reducer = session.joining[0].__self__._reducer  # type: ignore[attr-defined]
+    reducer = session.leaving.of[LeavingStep.JOIN][0].__self__._reducer  # type: ignore[attr-defined]
     assert isinstance(reducer, CollectiveReducer)
     made = reducer._rounds
     if point == "before it reduced":
@@ -240,7 +241,7 @@ def test_those_who_are_left_stay_alike_and_go_on(who: int, point: str) -> None:
                     die_in(session, point)
                 optimizer.step()
         except Died:
-            session.joining.clear()
+            session.leaving.of[LeavingStep.JOIN].clear()
             return None
         return weights(mine)
 
@@ -262,7 +263,7 @@ def test_without_leave_to_go_on_the_dead_one_is_named_by_all() -> None:
     def work(session: Session) -> None:
         mine, optimizer = wrapped(session, model)
         loss_of(mine, data[0][session.rank]).backward()
-        session.joining.clear()
+        session.leaving.of[LeavingStep.JOIN].clear()
         if session.rank == 1:
             session.world().close(politely=False)
             gone.set()

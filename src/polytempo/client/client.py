@@ -508,7 +508,7 @@ class Client:
     # The end.
 
     def leave(self, reason: str, alone: int = 0, life: int = 0, fault: str = "") -> None:
-        """Leave the job and close, after this number of steps `alone` (`session/lone_training.py`). A worker that finishes
+        """Leave the job and close, after this number of steps `alone` (`LoneTraining`). A worker that finishes
         waits for its last answers first (`delay`). `life`: the number of jobs that this process had left before. `fault`: by
         which the whole job ends."""
         self._losses.clear()  # it waits for its last answers, and these come

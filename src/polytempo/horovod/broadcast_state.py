@@ -15,7 +15,7 @@ from polytempo.horovod.process_sets import ProcessSet, check_member, global_proc
 from polytempo.horovod.reductions import Reduction, check_tensors, pack, start
 from polytempo.horovod.rows import start_gather
 from polytempo.session import session
-from polytempo.train.broadcast_state import load_in_place
+from polytempo.train.communication import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode, encode_for_all, is_refusal
 
 

@@ -35,6 +35,7 @@ from polytempo.reducer.push_filters import PushFilters
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, is_whole, pack, unpack
 from polytempo.server.pull_compression import Shadow
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.spec import Spec
@@ -230,7 +231,7 @@ class ServerReducer(Reducer):
             refusal = exchange.share()
         if not refusal:
             self._exchange = exchange
-            self.session.flushing.append(self.settle_values)
+            self.session.on_leave(LeavingStep.FLUSH, self.settle_values)
             return
         if refusal not in self.session.told and IN_HOST_MEMORY not in refusal:
             self.session.told.add(refusal)

@@ -30,7 +30,6 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -77,26 +76,26 @@ class SamplerPass:
     share: tuple[int, int] | None = None  #: and the part of the data that they are, of how many, where not the worker's
     cut: EpochCut | None = None  #: how the epoch is cut, where batches are dealt out
     leased: bool = False
-    earlier: set[int] = field(default_factory=set)  #: epochs of which places may have returned
-    order_of: Callable[[int], Sequence[int]] = lambda epoch: ()  #: the samples of these, in their order
     singles: bool = False  #: what is leased is handed out one by one, and a loader makes batches of it
     each: int = CHUNK  #: samples of a leased micro-batch
-    told: int = 0  #: samples trained on, evenly, as far as steps or the loader tell
-    drawn: int = 0  #: evenly: samples handed out to the loader
-    fresh: int = 0  #: of them those that came since the last step; where the loader tells, what it gave to the script
-    number: int = -1  #: -1: it has not drawn yet, or does not train
-    following: int = 0  #: the joint batch that is cut next
-    ready: deque[DealtBatch] = field(default_factory=deque)  #: this worker's, not handed out
-    batches: deque[DealtBatch] = field(default_factory=deque)  #: handed out, and not trained on
-    at: int = 0  #: the moment of its last draw, counted over all passes
-    complete: bool = False  #: all of it was drawn
-    held: bool = True  #: by its loader
-    tells: bool = False  #: the loader says what it gives to the script
-    over: bool = False  #: and that its loop has ended
-    trained: bool = False  #: steps were made of it
 
     def __post_init__(self) -> None:
+        self.earlier: set[int] = set()  #: epochs of which places may have returned
+        self.order_of: Callable[[int], Sequence[int]] = lambda epoch: ()  #: the samples of these, in their order
         self._orders = {} if self.cut is None else {self.epoch: self.cut.order}
+        self.told = 0  #: samples trained on, evenly, as far as steps or the loader tell
+        self.drawn = 0  #: evenly: samples handed out to the loader
+        self.fresh = 0  #: of them those that came since the last step; where the loader tells, what it gave to the script
+        self.number = -1  #: -1: it has not drawn yet, or does not train
+        self.following = 0  #: the joint batch that is cut next
+        self.ready: deque[DealtBatch] = deque()  #: this worker's, not handed out
+        self.batches: deque[DealtBatch] = deque()  #: handed out, and not trained on
+        self.at = 0  #: the moment of its last draw, counted over all passes
+        self.complete = False  #: all of it was drawn
+        self.held = True  #: by its loader
+        self.tells = False  #: the loader says what it gives to the script
+        self.over = False  #: and that its loop has ended
+        self.trained = False  #: steps were made of it
 
     @property
     def order(self) -> Order:
@@ -176,13 +175,15 @@ class Ledger:
         known = self._datasets.setdefault(length, [])
         number = next((index for index, other in enumerate(known) if other() is dataset), len(known))
         if number == len(known):
-            known.append(_reference(dataset))
+            try:
+                known.append(weakref.ref(dataset))
+            except TypeError:  # a list, a range
+                known.append(lambda: dataset)
         return f"{'shuffled' if shuffled else 'ordered'} {number} of {length}"
 
     # Draws.
 
     def begin(self, one: SamplerPass) -> None:
-        """A sampler is gone through once more."""
         if one.leased and self.ask is not None:
             self.give_back()
             one.earlier |= set(self.ask(self._question(one.order)).earlier)
@@ -201,7 +202,13 @@ class Ledger:
             return index
         if one.leased and not one.ready:
             one.ready.extend(self._leased(one, one.cut))  # without the lock: `step()` must not wait for the sequencer
-        with self._turn():
+        with self._state:  # nothing is drawn between a push and its answer
+            here = threading.get_ident()
+            if not self._state.wait_for(lambda: self._frozen_by in (None, here), PATIENCE):
+                raise PolytempoError(
+                    f"worker {self.rank}: a batch was asked for in another thread than that of step(), whose exchange did "
+                    f"not end within {PATIENCE:.0f} s; draw batches in the thread that calls step()"
+                )
             if trains and one.number < 0:
                 one.number = self._numbered
                 self._numbered += 1
@@ -216,7 +223,6 @@ class Ledger:
         return [order[place] for start, stop in batch.position.done for place in range(start, stop)]
 
     def _share(self, one: SamplerPass, cut: EpochCut) -> list[DealtBatch]:
-        """This worker's share of the joint batch that follows."""
         number = (one.number, one.following)
         weights = self._even if one.number < 0 else self.weights_at(number)
         share = cut.share(one.following, self.rank, self.size, weights)
@@ -224,7 +230,7 @@ class Ledger:
             self._last_draw = max(number, self._last_draw or number)
         one.following += 1
         ends = [index == len(share) for index in range(1, len(share) + 1)]
-        return [_batch(one.order, *batch, end) for batch, end in zip(share, ends, strict=True)]
+        return [DealtBatch(_position(one.order, places), cost, end) for (places, cost), end in zip(share, ends, strict=True)]
 
     def _leased(self, one: SamplerPass, cut: EpochCut) -> list[DealtBatch]:
         """Some micro-batches, what has returned of earlier epochs first; or single samples, where a loader makes batches of
@@ -248,7 +254,7 @@ class Ledger:
         while places:
             part, places = split(places, 1 if one.singles else one.each)
             cost = cut.cost(part) if order == one.order else float(size_of(part))
-            found.append(_batch(order, part, cost))
+            found.append(DealtBatch(_position(order, part), cost))
         return found
 
     def _question(self, order: Order) -> LeaseSamples:
@@ -257,7 +263,6 @@ class Ledger:
         return LeaseSamples(request=next(self._requests), sampler=sampler, epoch=epoch, length=length, turn=turn)
 
     def weights_at(self, number: Draw) -> ShareWeights:
-        """The weights by which this joint batch is cut."""
         return next((weights for since, weights in reversed(self._table) if since <= number), self._table[0][1])
 
     def let_go(self, one: SamplerPass) -> None:
@@ -266,18 +271,6 @@ class Ledger:
             one.held = False
             if not one.complete:
                 self._drop(one)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Nothing is drawn between a push and its answer."""
-        with self._state:
-            here = threading.get_ident()
-            if not self._state.wait_for(lambda: self._frozen_by in (None, here), PATIENCE):
-                raise PolytempoError(
-                    f"worker {self.rank}: a batch was asked for in another thread than that of step(), whose exchange did "
-                    f"not end within {PATIENCE:.0f} s; draw batches in the thread that calls step()"
-                )
-            yield
 
     # Steps.
 
@@ -325,7 +318,6 @@ class Ledger:
         return list({one.sampler: one for one in training}.values())
 
     def _take(self, one: SamplerPass, cut: EpochCut, samples: float | None) -> None:
-        """The batch that was dealt first."""
         taken = 1
         if one.singles:
             if not cut.shape.each and (samples is None or samples != int(samples)):
@@ -426,20 +418,17 @@ class Ledger:
                 self._numbered = max(self._numbered, since[0] if since else 0)  # it joins others in this pass
             elif weights != self._table[-1][1]:
                 self._table.append((since or (self._last_draw[0], self._last_draw[1] + 1), weights))
-                self._forget_weights()
+                # Weights by which nothing is cut any more are dropped.
+                numbers = [(one.number, one.following) for one in self._passes if one.number >= 0 and not one.complete]
+                first = min([*numbers, (self._numbered, 0)])
+                used = [index for index, (since, _) in enumerate(self._table) if since <= first]
+                self._table = self._table[max(used, default=0) :]
 
     def resume(self) -> None:
         """The answer is here, and what it brought."""
         with self._state:
             self._frozen_by = None
             self._state.notify_all()
-
-    def _forget_weights(self) -> None:
-        """Drop weights of the table by which nothing is cut any more."""
-        numbers = [(one.number, one.following) for one in self._passes if one.number >= 0 and not one.complete]
-        first = min([*numbers, (self._numbered, 0)])
-        used = [index for index, (since, _) in enumerate(self._table) if since <= first]
-        self._table = self._table[max(used, default=0) :]
 
 
 def united(positions: Iterable[Position]) -> tuple[Position, ...]:
@@ -456,14 +445,3 @@ def order_of(position: Position) -> Order:
 def _position(order: Order, places: Sequence[Range]) -> Position:
     sampler, epoch, length = order
     return Position(epoch, size_of(places), sampler, done=tuple(places), length=length)
-
-
-def _batch(order: Order, places: Sequence[Range], cost: float, ends_share: bool = True) -> DealtBatch:
-    return DealtBatch(_position(order, places), cost, ends_share)
-
-
-def _reference(thing: object) -> Callable[[], object]:
-    try:
-        return weakref.ref(thing)
-    except TypeError:  # a list, a range
-        return lambda: thing

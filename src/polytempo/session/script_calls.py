@@ -10,7 +10,8 @@ import numpy
 import torch
 
 from polytempo.errors import PeerError, UsageError
-from polytempo.session.session import PATIENCE, current, local_rank
+from polytempo.session.connecting import PATIENCE
+from polytempo.session.session import current, local_rank
 
 #: Whole numbers from here on do not fit a message.
 _SMALL = 1 << 63

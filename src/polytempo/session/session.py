@@ -1,5 +1,6 @@
 """A process's place in its job: `init`, `rank`, `size`, `shutdown`; what else scripts call is in `script_calls.py`.
 
+How a session connects is in `connecting.py`, which samples it draws in `ledger.py`, what it does in the end in `leaving.py`.
 `init` makes the one session of the process. In a job in threads (`polytempo.testing`) each thread has a session of its own,
 bound to it by `as_current`. The public functions at the end of this file act on the current session.
 """
@@ -11,8 +12,9 @@ import math
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,13 +22,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from polytempo.client.client import Client
 from polytempo.client.connections import is_importing_the_script, refusal, started_by
-from polytempo.client.key_value_store import JobStore, JobWatch, store_at
-from polytempo.collectives.group import RankGroup
-from polytempo.collectives.native import Native
-from polytempo.collectives.shutdown import ExitThread, ended_badly, watch_exit
-from polytempo.collectives.world import World, open_by_name, open_by_store, open_in_threads
+from polytempo.client.key_value_store import JobWatch
+from polytempo.collectives.shutdown import ended_badly, watch_exit
+from polytempo.collectives.world import World
 from polytempo.device.device import Devices
 from polytempo.door import bring, check_shared, spec_of_script
 from polytempo.errors import JobEnded, ModeError, PeerError, UsageError, trained_alone
@@ -44,35 +47,37 @@ from polytempo.launcher.job_facts import (
 )
 from polytempo.launcher.script_error import TOLD_TO_END, note_gpu, shown_frames
 from polytempo.optim.torch_compiler import spare_compiler
+from polytempo.session.connecting import open_client, open_world
+from polytempo.session.leaving import LeavingCalls, LeavingStep
 from polytempo.session.ledger import Ledger
-from polytempo.session.lone_training import LoneTraining
-from polytempo.session.round_clock import RoundClock
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.machine import MachineEntry
 from polytempo.sync.mode import Mode
 from polytempo.sync.spec import Spec
-from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import scheme_of
-from polytempo.transport.connect import connect
 from polytempo.transport.deadline import TIMEOUT, RankWatch, wait_without_limit
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.local_peers import LocalPeers
-from polytempo.transport.rendezvous import KeyValueStore
-from polytempo.transport.shared_memory import SharedMemoryRegistry
 
-#: Seconds to wait for servers that are still starting.
-PATIENCE = 60.0
-#: Seconds to wait at the rendezvous for ranks that another launcher started.
-MEETING = 120.0
 #: Seconds by which a wait for the servers lasts longer. Of two ranks that wait for each other, one in a collective, one in
 #: `step()`, the first is to fail: failed the second, the first would lose its link, and could only say that.
 AFTER_COLLECTIVES = 1.0
-#: Seconds for which a rank that has lost another listens to the coordinator at a time.
-LISTEN = 0.05
 #: Characters of a fault that others are told.
 LONGEST_FAULT = 400
+#: Steps without an exchange after which a worker says so, once: a script that averages by hand does so more often.
+EARLY = 100
 #: Optimizers that are only measured have numbers from here on: they are not the job's main one, which is number 0.
 MEASURED = 1 << 10
+
+
+class RoundClock:
+    """The clock by which a worker's rounds with deadlines are timed; tests have one of their own."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wait(self, condition: threading.Condition, until: float) -> None:
+        """Wait until the condition is notified or the moment has come; it may return early. The condition's lock is held."""
+        condition.wait(None if until == math.inf else max(until - self.now(), 0.0))
 
 
 @dataclass(frozen=True)
@@ -86,49 +91,98 @@ class StrategyScope:
     strategy: Any = None  #: the `Strategy`
 
 
+class LoneTraining:
+    """Counts the steps that this process trains without an exchange: N separate models, which a forgotten
+    `DistributedOptimizer` makes.
+
+    A hook of torch after every optimizer step sees that a worker trains. It is removed when an optimizer of this library (or
+    a `KV`) is made, and returns at once when a collective or message was begun between two steps, or torch.distributed is in
+    use. What was exchanged before the first step, such as the first weights, does not count.
+
+    Args:
+        calls: Returns the number of collectives and messages that this process has begun.
+        said_by: The rank that says so early; None where another rank does.
+    """
+
+    def __init__(self, calls: Callable[[], int], said_by: int | None) -> None:
+        self._calls, self._said_by = calls, said_by
+        self._first: Callable[[], Any] = lambda: None  # the optimizer whose steps are counted
+        self._before = 0  # calls until its first step
+        self._steps = 0  # that it has made with gradients
+        self._together = False  # something was exchanged
+        self._hook: Any = register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._together or torch.compiler.is_compiling():  # counting would have a compiled step compiled again and again
+            return
+        if self._steps == 0:
+            if not any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+                return
+            self._first, self._before = weakref.ref(optimizer), self._calls()
+        elif self._first() is not optimizer:
+            return
+        self._steps += 1
+        self._look()
+        if self._steps == EARLY and not self._together and self._said_by is not None:
+            sys.stderr.write(f"polytempo: warning: {trained_alone(f'rank {self._said_by} has', self._steps)}\n")
+            sys.stderr.flush()
+
+    def _look(self) -> None:
+        elsewhere = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._together = self._together or elsewhere or self._calls() != self._before
+
+    def count(self) -> int:
+        """The steps that were trained alone, at the end; 0 where something was exchanged, or one step cannot tell."""
+        self._look()
+        return self._steps if self._steps > 1 and not self._together else 0
+
+    def end(self) -> None:
+        """Remove the hook: an optimizer of this library is there, or the job is left."""
+        self._hook.remove()
+
+
 class Session:
     """One worker of a job. Without a client there are no servers; with a size of one it is a job of its own."""
 
     def __init__(self, client: Client | None, job: JobFacts, rank: int) -> None:
-        self.client = client
-        self.job = job
-        self.rank = rank
-        self.size = job.size
-        self.lock = threading.RLock()
-        self.optimizers = 0
-        self.measured = MEASURED  #: the next number of an optimizer that is only measured
-        self.ledger = Ledger(rank, job.size)  #: the samples of its samplers: which were drawn, and which were trained on
+        self.client, self.job, self.rank, self.size = client, job, rank, job.size
+        self.lock = threading.RLock()  #: of the client
+        self.parent = ""  #: in a child process of a worker: the name of that worker
         self.life = 0  #: the number of jobs that this process has left before this one
-        self._returned = self._excluded = 0.0
-        self._local_peers: LocalPeers | None = None
-        self._buffers = 0
-        self._world: World | None = None
-        self._opening = threading.Lock()  # not `lock`: other threads use the client while ranks are waited for
+
+        # Links to other workers.
         self.way = Way()
         self.timeout: float | None = None  #: seconds after which a wait for other ranks fails
         self.least = job.size  #: the least number of workers; with fewer left, a job without a sequencer ends
-        self.joining: list[Callable[[], None]] = []  #: calls before leaving, in which this rank takes part for the others
-        self._standbys: list[ExitThread] = []  # a thread for each of `joining` but the first
-        self.flushing: list[Callable[[], None]] = []  #: calls that send what is outstanding, before `joining`
-        self.closing: list[Callable[[], None]] = []  #: calls that end threads which use the client
-        self.machine_log: Callable[[MachineEntry], object] | None = None  #: is given all that machines are told and order
-        self.round_clock = RoundClock()  #: times rounds with deadlines
-        self.ending: list[Callable[[], None]] = []  #: calls that undo what optimizers have changed in this process
+        self._world: World | None = None
+        self._opening = threading.Lock()  # not `lock`: other threads use the client while ranks are waited for
+        self._local_peers: LocalPeers | None = None
+        self._buffers = 0
+        self.devices = Devices()  #: of this process, by torch device
+
+        # What optimizers of this process have to know of each other.
+        self.optimizers = 0
+        self.measured = MEASURED  #: the next number of an optimizer that is only measured
         self.owners: dict[int, Any] = {}  #: id of a parameter to a weak reference to the optimizer that wrapped it last
         self.watches: Any = weakref.WeakSet()  #: parameter watches of all optimizers
         self.guards: Any = weakref.WeakSet()  #: what looks at the steps of each optimizer, for divergence
+        self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
+        self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
+        self.machine_log: Callable[[MachineEntry], object] | None = None  #: is given all that machines are told and order
+        self.round_clock = RoundClock()  #: times rounds with deadlines
+
+        # Data, and what the script has said.
+        self.ledger = Ledger(rank, job.size)  #: the samples of its samplers: which were drawn, and which were trained on
+        #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
+        self.data_axis = (rank // job.replica, job.size // job.replica) if job.replica > 1 else None
         self.registered: Any = None  #: what the script has registered for checkpoints (`train/script_state.py`)
         self.metrics: list[dict[str, Any]] = []  #: of a job of one, which has no record
+
+        # The end.
         self.stops: bool | None = None  #: what the last stage of a pipeline has said of the budget, where there is one
-        self.parent = ""  #: in a child process of a worker: the name of that worker
-        #: Which part of the data this rank's replica of the model takes, of how many; None: each rank takes its own.
-        self.data_axis: tuple[int, int] | None = None
-        if job.replica > 1:
-            self.data_axis = rank // job.replica, job.size // job.replica
-        self.told: set[str] = set()  #: what was said on stderr once, for all optimizers
-        self.devices = Devices()  #: of this process, by torch device
-        self.scope: StrategyScope | None = None  #: the strategy in force, inside `with strategy.scope():`
         self.lone: LoneTraining | None = None  #: sees whether this process trains without an exchange, until it cannot
+        self.leaving = LeavingCalls()  #: what is done when this worker leaves
+        self._returned = self._excluded = 0.0  # of the last exchange, and since then: what was no computing
 
     @property
     def together(self) -> bool:
@@ -182,7 +236,6 @@ class Session:
         return self.job.emulation(self.rank)
 
     def next_optimizer_id(self) -> str:
-        """The name of the next optimizer."""
         if self.life and self.client is not None:
             raise UsageError(
                 f"rank {self.rank} has finished its part of this job with shutdown(), and the servers went on without it; "
@@ -200,8 +253,9 @@ class Session:
     def watch_lone_training(self) -> None:
         """Have workers warned that train each a model of its own."""
         if self.size > 1 and not self.parent:
-            calls = lambda: 0 if self._world is None else self._world.engine.started  # noqa: E731
-            self.lone = LoneTraining(calls, 0 if self.rank == 0 else None)
+            self.lone = LoneTraining(
+                lambda: 0 if self._world is None else self._world.engine.started, 0 if self.rank == 0 else None
+            )
 
     def local_peers(self) -> LocalPeers:
         """The connections to the other workers of this host, made on first use."""
@@ -221,7 +275,7 @@ class Session:
         self.check_part()
         if self._world is None:
             with self._opening:
-                self._world = self._world or self._open_world(call)
+                self._world = self._world or open_world(self, call)
         self._world.engine.streams.devices = self.devices
         return self._world
 
@@ -229,49 +283,8 @@ class Session:
         """What is known of other ranks beside what their links say."""
         return RankWatch() if self.client is None else JobWatch(self.client, self.lock, self.life)
 
-    def native(self, group: RankGroup) -> Native:
-        """torch's own collectives for a group."""
-        if self.job.link is not None:
-            raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
-        found: Native = group.native
-        return found
-
     def use(self, world: World) -> None:
-        """Use a world that was opened elsewhere."""
         self._world = world
-
-    def _open_world(self, call: str) -> World:
-        if self.size == 1:
-            return open_in_threads(1)[0]
-        life = f"-{self.life}" if self.life else ""  # ranks that are still in an earlier world must not be met
-        if self.job.meeting:
-            return open_by_name(
-                *(self.job.meeting + life, self.rank, self.size, self.timeout, self.timeout, self.watch(), call)
-            )
-        store: KeyValueStore
-        if self.client is not None:
-            store = JobStore(self.client, self.lock, life)
-        else:
-            store = store_at(self.way.address, self.rank, self.size, self.way.agent, MEETING, life)
-        way = self.way
-        return open_by_store(
-            *(store, self.rank, self.size, way.address, way.keys, way.insecure, self.timeout, self.timeout),
-            emulated=way.emulated,
-            host_timeout=self.job.host_timeout,
-            watch=self.watch(),
-            call=call,
-            word=self._departed if self.client is not None else None,
-        )
-
-    def _departed(self) -> frozenset[int] | None:
-        """The workers that the coordinator says are gone, after listening for a moment; None once this one has left it."""
-        client = self.client
-        if client is not None and self.lock.acquire(timeout=LISTEN):  # else another thread listens
-            try:
-                client.ask_who_departed(LISTEN)
-            finally:
-                self.lock.release()
-        return None if client is None else frozenset(client.departed)
 
     def next_buffer(self) -> int:
         """The number of the next shared buffer: ranks make them in the same order."""
@@ -285,83 +298,58 @@ class Session:
         if alone and self.client is None and self.rank == 0:  # else the coordinator says it
             sys.stderr.write(f"polytempo: warning: {trained_alone('rank 0 has', alone)}\n")
         if reason == "finished" and self.client is not None:
-            for flush in self.flushing:
-                flush()
-            if self.registered is not None:  # after the last push; unless it was reported when the last batch was
-                self.registered.mark(whole=True)
-        self._end_threads()
+            self.leaving.run(LeavingStep.FLUSH)
+            self.leaving.run(LeavingStep.REPORT)
+        self.leaving.run(LeavingStep.CLOSE)
         client, self.client = self.client, None
         if self._local_peers is not None:
             self._local_peers.close()
         if client is not None:
             client.leave(reason, alone, self.life)
         try:
-            for standby, join in zip(self._standbys, self.joining[1:], strict=False):  # at once: ranks differ in order
-                standby.begin(join)
-            for join in self.joining[:1]:
-                join()
-            for standby in self._standbys:
-                standby.end()
+            self.leaving.join()
         finally:
             self._end(politely=reason == "finished")
 
     def fail(self, fault: str) -> None:
         """End, and the job with it: its mode has done what no mode may do. All are told in one line."""
-        self._end_threads()
+        self.leaving.run(LeavingStep.CLOSE)
         client, self.client = self.client, None
         if client is not None:
             shown = "".join(letter for letter in fault if letter.isprintable())[:LONGEST_FAULT]
             client.leave("failed", fault=shown)
 
-    def _end_threads(self) -> None:
-        for end in self.closing:
-            end()
-        self.closing.clear()
-
     def _end(self, politely: bool) -> None:
-        """Undo what optimizers have changed in this process, and close its links."""
-        for undo in self.ending:
-            undo()
-        self.ending.clear()
-        self.flushing.clear()
+        self.leaving.of[LeavingStep.FLUSH].clear()  # of a worker that has not finished, or has no servers
+        self.leaving.run(LeavingStep.UNDO)
         if self._world is not None:
             self._world.close(politely)
 
-    def before_leaving(self, join: Callable[[], None]) -> None:
-        """Call `join` before leaving: this rank takes part in it for the others."""
-        if self.joining:
-            self._standbys.append(ExitThread())
+    def on_leave(self, step: LeavingStep, call: Callable[[], None]) -> None:
+        """In this step of leaving, do this, too."""
+        if step is LeavingStep.JOIN and self.leaving.of[step]:
             self.world().engine.keep_in_reserve()
-        self.joining.append(join)
+        self.leaving.add(step, call)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Optimizers that are made in here are only measured: their numbers are apart, and ranks that leave do not wait for
         them. All ranks make the same."""
-        optimizers, self.optimizers, joins = self.optimizers, self.measured, len(self.joining)
+        optimizers, self.optimizers, joins = self.optimizers, self.measured, len(self.leaving.of[LeavingStep.JOIN])
         try:
             yield
         finally:
             self.measured, self.optimizers = self.optimizers, optimizers
-            del self.joining[joins:]
-            while len(self._standbys) > max(0, joins - 1):
-                self._standbys.pop().end()
+            self.leaving.forget_joins(joins)
 
     def abandon(self) -> None:
         """End without a message: other processes see that this worker has failed."""
         self._end_lone()
-        for standby in self._standbys:
-            standby.end()
-        self._end_threads()
+        self.leaving.forget_joins()
+        self.leaving.run(LeavingStep.CLOSE)
         self._end(politely=False)
         if self.client is not None:
             self.client.close()
-
-    def child(self, parent: str) -> Session:
-        """The session of a child process: the same rank, without a part in the job."""
-        session = Session(None, self.job, self.rank)
-        session.parent = parent
-        return session
 
     def let_go(self, parent: str) -> None:
         """In a forked child: leave the parent's connections to the parent."""
@@ -377,25 +365,12 @@ def open_session(job: JobFacts, rank: int, retry: float = 5.0, timeout: float | 
     if job.debugged:
         wait_without_limit()
     later = None if timeout is None else timeout + AFTER_COLLECTIVES
-    session = Session(_open_client(job, rank, job.addresses, retry, later), job, rank)
+    session = Session(open_client(job, rank, job.addresses, retry, later), job, rank)
     session.timeout = timeout
     session.least = 1  # the launcher decides how many are needed
     keys = WorkerKeys(**job.keys) if job.keys else None
     session.way = Way(job.route, keys, job.insecure, emulated=job.emulated_host(rank))
     return session
-
-
-def _open_client(
-    job: JobFacts, rank: int, addresses: Sequence[str], retry: float = 5.0, timeout: float | None = None
-) -> Client:
-    on_this_host = all(scheme_of(address) == "ipc" for address in addresses)
-    pool = Pool(SharedMemoryRegistry() if on_this_host else None)
-    keys = WorkerKeys(**job.keys) if job.keys else None
-    identity = f"worker-{rank}-{job.incarnation}-{os.urandom(8).hex()}"  # not guessable: it names the connection
-    emulated = job.emulated_host(rank)
-    proxy = emulated.proxy if emulated else ""
-    channels = [connect(address, identity, keys, pool, PATIENCE, proxy) for address in addresses]
-    return Client(channels, rank, job.incarnation, pool, retry, job.tokens.get(rank, ""), timeout)
 
 
 @contextmanager
@@ -409,7 +384,7 @@ def watching_job() -> Iterator[RankWatch]:
     else:
         if found[0].debugged:
             wait_without_limit()
-        client = _open_client(*found, found[0].addresses[:1])
+        client = open_client(*found, found[0].addresses[:1])
         try:
             yield JobWatch(client, threading.RLock(), 0)
         finally:
@@ -501,13 +476,8 @@ def init(
     if not isinstance(sys.excepthook, _Ending):
         sys.excepthook = _Ending(sys.excepthook)
     if found is not None:
-        _bring(found[0])  # a file that fails here ends the job, in one line, as of now
-
-
-def _bring(facts: JobFacts) -> None:
-    """Load the modes that the launcher of this host names, before any text is read."""
-    for source in facts.modes:
-        bring(source)
+        for source in found[0].modes:  # before any text is read; a file that fails here ends the job, in one line, as of now
+            bring(source)
 
 
 def seconds_of(timeout: float | timedelta) -> float | None:
@@ -523,7 +493,8 @@ def _of_a_child(parent: str) -> Session:
     found = job_of_environment()
     placement = placement_of_environment() if found is None else None
     if found is not None:
-        _bring(found[0])
+        for source in found[0].modes:
+            bring(source)
         session = Session(None, *found)
     elif placement is not None:
         first = placement.rank - placement.local_rank
@@ -545,7 +516,8 @@ def _forked() -> None:
     global _session
     if _session is not None and not _session.parent:
         parent = f"worker {_session.rank}, process {os.getppid()},"
-        inherited, _session = _session, _session.child(parent)
+        inherited, _session = _session, Session(None, _session.job, _session.rank)
+        _session.parent = parent  # the same rank, without a part in the job
         inherited.let_go(parent)
 
 

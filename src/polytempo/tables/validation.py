@@ -11,6 +11,7 @@ import math
 import torch
 
 from polytempo.errors import PeerError, UsageError, nearest
+from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.values import TableInfo
 from polytempo.tables.initializers import check_start
 from polytempo.tables.routing import range_slots
@@ -23,6 +24,17 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
+def is_count(given: object) -> bool:
+    """Is it a whole number from 1 on?"""
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 1
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse rows of a dtype that messages do not carry."""
+    if str(dtype).removeprefix("torch.") not in ITEM_SIZES:
+        raise UsageError(f"expected dtype to be one of {', '.join(ITEM_SIZES)}, got {dtype}")
 
 
 def check_table(info: TableInfo) -> None:

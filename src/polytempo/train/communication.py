@@ -8,10 +8,11 @@ returns None.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
+from inspect import cleandoc
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -20,11 +21,12 @@ from polytempo.collectives.cost import Choice
 from polytempo.collectives.device_call import DeviceCall
 from polytempo.collectives.group import RankGroup, Then
 from polytempo.collectives.group import exchange as exchange_records
-from polytempo.collectives.native import Native
 from polytempo.collectives.reduce_ops import check_mean
 from polytempo.collectives.tasks import Task
 from polytempo.errors import UsageError
+from polytempo.server.optimizer_state import as_bytes, digest_of_bytes
 from polytempo.session.session import current, seconds_of
+from polytempo.train.safe_serialization import decode_from, encode_for_all
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,6 @@ def explain_algorithm(collective: str, size: int, group: AnyGroup = None, device
 
 
 def _resolve(group: AnyGroup, call: str) -> Group:
-    """The group of a call: by default all ranks."""
     if group is not None:
         return group
     all_ranks = current().world(f"{call}() #1 in group world").all_ranks
@@ -155,22 +156,6 @@ def _inner(group: Group) -> RankGroup:
     if group.inner is None:
         raise UsageError(f"this rank is not in the group of ranks {', '.join(map(str, group.ranks))}")
     return group.inner
-
-
-def _list(tensors: TensorOrList) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _backend(inner: RankGroup, algorithm: str) -> RankGroup | Native:
-    """What carries out a call: Polytempo's plans, or torch's own back end."""
-    return current().native(inner) if algorithm == "native" else inner
-
-
-def _finish(task: Task, async_op: bool) -> Task | None:
-    if async_op:
-        return task
-    task.wait()
-    return None
 
 
 # Point to point.
@@ -252,7 +237,69 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: AnyGroup = None, 
     return point_to_point.receive(members.inner, tensor, None if src is None else members.index(src), tag, True)
 
 
-# Collectives.
+# Collectives. What they have in common stands at `all_reduce`.
+
+_UNUSED = object()  #: in place of what a collective does not take; None is refused, as any other mistake is
+
+
+def _call(
+    collective: str,
+    tensors: Sequence[Any],
+    group: AnyGroup,
+    async_op: bool,
+    algorithm: str = "auto",
+    op: object = _UNUSED,
+    root: Any = _UNUSED,
+) -> Task | None:
+    """Start a collective; unless it is asynchronous, wait for its end. On ranks outside the group there is none.
+
+    What carries it out, Polytempo's plans or torch's own back end, has a method of its name. `root` is a rank of the job.
+    """
+    members = _resolve(group, collective)
+    if members.inner is None:
+        return None
+    how: dict[str, Any] = {"background": async_op}
+    if collective != "barrier":  # which moves nothing
+        how["algorithm"] = algorithm
+    if root is not _UNUSED:
+        how["root"] = members.index(root)
+    if op is not _UNUSED:
+        check_mean(op, _list(tensors[0]))
+        how["op"] = op
+    if algorithm == "native" and current().job.link is not None:
+        raise UsageError("algorithm='native' sends by torch's own connections, which --link does not slow; use 'auto'")
+    by = members.inner.native if algorithm == "native" else members.inner
+    task: Task = getattr(by, collective)(*tensors, **how)
+    if async_op:
+        return task
+    task.wait()
+    return None
+
+
+def _list(tensors: TensorOrList) -> Sequence[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+AnyCall = TypeVar("AnyCall", bound=Callable[..., Task | None])
+_AS_ALL_REDUCE = """
+    group: The ranks that take part; all ranks by default.
+    async_op: Return a task at once.
+    algorithm: As in `all_reduce`, where the collective has it.
+
+Returns:
+    With `async_op` the task; otherwise None.
+
+Raises:
+    UsageError: The operation, the algorithm, a rank or a tensor cannot be used.
+    RankLost: A rank of the group has ended.
+    PeerError: Ranks made different calls, or one did not come in time.
+"""
+
+
+def _as_all_reduce(call: AnyCall) -> AnyCall:
+    """For `help()`: the arguments, the result and the errors that a collective shares with `all_reduce`, behind its own."""
+    call.__doc__ = cleandoc(call.__doc__ or "") + _AS_ALL_REDUCE
+    return call
 
 
 def all_reduce(
@@ -281,14 +328,10 @@ def all_reduce(
         pt.all_reduce(loss, op="mean")
         ```
     """
-    inner = _resolve(group, "all_reduce").inner
-    if inner is None:
-        return None
-    tensors = _list(tensor)
-    check_mean(op, tensors)
-    return _finish(_backend(inner, algorithm).all_reduce(tensors, op, algorithm, async_op), async_op)
+    return _call("all_reduce", [_list(tensor)], group, async_op, algorithm, op)
 
 
+@_as_all_reduce
 def reduce(
     tensor: torch.Tensor,
     dst: int,
@@ -303,26 +346,11 @@ def reduce(
         tensor: Read on every rank, changed on `dst`.
         dst: The rank of the job that gets the result.
         op: As in `all_reduce`.
-        group: The ranks that take part; all ranks by default.
-        async_op: Return a task at once.
-        algorithm: As in `all_reduce`, where the collective has it.
-
-    Returns:
-        With `async_op` the task; otherwise None.
-
-    Raises:
-        UsageError: The operation, algorithm or tensor cannot be used, or `dst` is not in the group.
-        RankLost: A rank of the group has ended.
-        PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group, "reduce")
-    if members.inner is None:
-        return None
-    root = members.index(dst)
-    check_mean(op, [tensor])
-    return _finish(_backend(members.inner, algorithm).reduce(tensor, root, op, algorithm, async_op), async_op)
+    return _call("reduce", [tensor], group, async_op, algorithm, op, dst)
 
 
+@_as_all_reduce
 def broadcast(
     tensor: TensorOrList, src: int, group: AnyGroup = None, async_op: bool = False, algorithm: str = "auto"
 ) -> Task | None:
@@ -331,25 +359,11 @@ def broadcast(
     Args:
         tensor: Read on `src`, filled elsewhere.
         src: The rank of the job whose values all get.
-        group: The ranks that take part; all ranks by default.
-        async_op: Return a task at once.
-        algorithm: As in `all_reduce`, where the collective has it.
-
-    Returns:
-        With `async_op` the task; otherwise None.
-
-    Raises:
-        UsageError: The algorithm or tensor cannot be used, or `src` is not in the group.
-        RankLost: A rank of the group has ended.
-        PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group, "broadcast")
-    if members.inner is None:
-        return None
-    root = members.index(src)
-    return _finish(_backend(members.inner, algorithm).broadcast(_list(tensor), root, algorithm, async_op), async_op)
+    return _call("broadcast", [_list(tensor)], group, async_op, algorithm, root=src)
 
 
+@_as_all_reduce
 def all_gather(
     tensor_list: Sequence[torch.Tensor],
     tensor: torch.Tensor,
@@ -362,24 +376,11 @@ def all_gather(
     Args:
         tensor_list: Filled: `tensor_list[q]` gets the tensor of the group's rank q.
         tensor: This rank's.
-        group: The ranks that take part; all ranks by default.
-        async_op: Return a task at once.
-        algorithm: As in `all_reduce`, where the collective has it.
-
-    Returns:
-        With `async_op` the task; otherwise None.
-
-    Raises:
-        UsageError: The algorithm or a tensor cannot be used.
-        RankLost: A rank of the group has ended.
-        PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group, "all_gather").inner
-    if inner is None:
-        return None
-    return _finish(_backend(inner, algorithm).all_gather(tensor_list, tensor, algorithm, async_op), async_op)
+    return _call("all_gather", [tensor_list, tensor], group, async_op, algorithm)
 
 
+@_as_all_reduce
 def gather(
     tensor: torch.Tensor,
     gather_list: Sequence[torch.Tensor] | None = None,
@@ -394,25 +395,11 @@ def gather(
         tensor: This rank's.
         gather_list: On `dst`, filled: `gather_list[q]` gets the tensor of the group's rank q. None elsewhere.
         dst: The rank of the job that gets them.
-        group: The ranks that take part; all ranks by default.
-        async_op: Return a task at once.
-        algorithm: As in `all_reduce`, where the collective has it.
-
-    Returns:
-        With `async_op` the task; otherwise None.
-
-    Raises:
-        UsageError: The algorithm or a tensor cannot be used, or `dst` is not in the group.
-        RankLost: A rank of the group has ended.
-        PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group, "gather")
-    if members.inner is None:
-        return None
-    root = members.index(dst)
-    return _finish(_backend(members.inner, algorithm).gather(gather_list, tensor, root, algorithm, async_op), async_op)
+    return _call("gather", [gather_list, tensor], group, async_op, algorithm, root=dst)
 
 
+@_as_all_reduce
 def scatter(
     tensor: torch.Tensor,
     scatter_list: Sequence[torch.Tensor] | None = None,
@@ -427,25 +414,11 @@ def scatter(
         tensor: Filled with this rank's entry.
         scatter_list: On `src`, one tensor for each rank of the group. None elsewhere.
         src: The rank of the job that has the list.
-        group: The ranks that take part; all ranks by default.
-        async_op: Return a task at once.
-        algorithm: As in `all_reduce`, where the collective has it.
-
-    Returns:
-        With `async_op` the task; otherwise None.
-
-    Raises:
-        UsageError: The algorithm or a tensor cannot be used, or `src` is not in the group.
-        RankLost: A rank of the group has ended.
-        PeerError: Ranks made different calls, or one did not come in time.
     """
-    members = _resolve(group, "scatter")
-    if members.inner is None:
-        return None
-    root = members.index(src)
-    return _finish(_backend(members.inner, algorithm).scatter(tensor, scatter_list, root, algorithm, async_op), async_op)
+    return _call("scatter", [tensor, scatter_list], group, async_op, algorithm, root=src)
 
 
+@_as_all_reduce
 def reduce_scatter(
     output: torch.Tensor,
     input_list: Sequence[torch.Tensor],
@@ -460,25 +433,11 @@ def reduce_scatter(
         output: Filled with the combination over all ranks of their entry for this rank.
         input_list: One tensor for each rank of the group.
         op: As in `all_reduce`.
-        group: The ranks that take part; all ranks by default.
-        async_op: Return a task at once.
-        algorithm: As in `all_reduce`, where the collective has it.
-
-    Returns:
-        With `async_op` the task; otherwise None.
-
-    Raises:
-        UsageError: The operation, algorithm or a tensor cannot be used.
-        RankLost: A rank of the group has ended.
-        PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group, "reduce_scatter").inner
-    if inner is None:
-        return None
-    check_mean(op, [output])
-    return _finish(_backend(inner, algorithm).reduce_scatter(output, input_list, op, algorithm, async_op), async_op)
+    return _call("reduce_scatter", [output, input_list], group, async_op, algorithm, op)
 
 
+@_as_all_reduce
 def all_to_all(
     output_list: Sequence[torch.Tensor],
     input_list: Sequence[torch.Tensor],
@@ -491,22 +450,8 @@ def all_to_all(
     Args:
         output_list: Filled: `output_list[q]` gets what rank q of the group has for this rank.
         input_list: `input_list[q]` is for rank q of the group.
-        group: The ranks that take part; all ranks by default.
-        async_op: Return a task at once.
-        algorithm: As in `all_reduce`, where the collective has it.
-
-    Returns:
-        With `async_op` the task; otherwise None.
-
-    Raises:
-        UsageError: The algorithm or a tensor cannot be used.
-        RankLost: A rank of the group has ended.
-        PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group, "all_to_all").inner
-    if inner is None:
-        return None
-    return _finish(_backend(inner, algorithm).all_to_all(output_list, input_list, algorithm, async_op), async_op)
+    return _call("all_to_all", [output_list, input_list], group, async_op, algorithm)
 
 
 def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
@@ -523,8 +468,7 @@ def barrier(group: AnyGroup = None, async_op: bool = False) -> Task | None:
         RankLost: A rank of the group has ended.
         PeerError: Ranks made different calls, or one did not come in time.
     """
-    inner = _resolve(group, "barrier").inner
-    return None if inner is None else _finish(inner.barrier(async_op), async_op)
+    return _call("barrier", [], group, async_op)
 
 
 def device_call(tensors: Sequence[torch.Tensor], group: Group) -> DeviceCall | None:
@@ -536,3 +480,83 @@ def device_call(tensors: Sequence[torch.Tensor], group: Group) -> DeviceCall | N
 def exchange(record: torch.Tensor, then: Then, group: Group, background: bool) -> Task:
     """A call of several parts (`collectives/group.py`): gather a record of each rank, and go on with `then`."""
     return exchange_records(_inner(group), record, then, background)
+
+
+# Models and optimizers of one rank on all, in place. Nothing is pickled (`safe_serialization.py`).
+
+
+def broadcast_parameters(state: Any, root: int = 0) -> None:
+    """Make the tensors of a model those of rank `root`, in place. Collective.
+
+    `DistributedOptimizer` does this for its parameters by itself; this is for buffers and other models.
+
+    Args:
+        state: A `state_dict()` or `named_parameters()`, with the same names on all ranks.
+        root: The rank whose values all get.
+
+    Raises:
+        UsageError: A tensor cannot be sent.
+        PeerError: Ranks gave tensors of different shapes, or one is lost (`RankLost`).
+    """
+    items = dict(state)
+    tensors = [items[name] for name in sorted(items) if isinstance(items[name], torch.Tensor)]
+    if not tensors:
+        return
+    # Values that were the same everywhere before are no change of the script's, though they were written; others are,
+    # though what comes over a link is written without torch.
+    watches = list(current().watches)
+    clean = [watch for watch in watches if watch.is_clean()]
+    before = [_digest(tensor) for tensor in tensors if watches]
+    broadcast([tensor.detach() for tensor in tensors], root)
+    now = [_digest(tensor) for tensor in tensors if watches]
+    changed = [tensor for tensor, old, new in zip(tensors, before, now, strict=False) if old != new]
+    for watch in watches:
+        if not watch.was_written(changed) and watch in clean:
+            watch.record()
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return digest_of_bytes([as_bytes(tensor.detach().cpu())])
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Make the options and the state of an optimizer those of rank `root`, whatever state this rank's has. Collective.
+
+    Args:
+        optimizer: A torch optimizer, made over the same parameters on all ranks.
+        root: The rank whose options and state all get.
+
+    Raises:
+        UsageError: The state holds an object that is neither a tensor nor plain data; nothing is pickled.
+        PeerError: A rank does not take part, or is lost (`RankLost`).
+    """
+    current().check_part()
+    if current().size == 1:
+        return
+    aside: list[torch.Tensor] = []
+    mine = current().rank == root
+    sent, refusal = encode_for_all(optimizer.state_dict(), aside) if mine else (b"", None)
+    data = bytearray(sent)
+    length = torch.tensor([len(data)])
+    broadcast(length, root)
+    text = torch.frombuffer(data, dtype=torch.uint8) if mine else torch.empty(int(length), dtype=torch.uint8)
+    broadcast(text, root)
+    if refusal is not None:
+        raise refusal
+    state = None if mine else decode_from(root, text.numpy().tobytes(), aside)
+    if aside:
+        broadcast([tensor.detach() for tensor in aside], root)
+    if state is not None:
+        load_in_place(optimizer, state)
+
+
+def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state. Groups and state stay the objects they were: schedulers and wrappers hold on to them."""
+    groups, kept = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(state)
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        old.update(new)
+    entries = dict(optimizer.state)
+    kept.clear()
+    kept.update(entries)
+    optimizer.param_groups, optimizer.state = groups, kept

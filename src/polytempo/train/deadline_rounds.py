@@ -43,6 +43,7 @@ from polytempo.protocol.push import Measures, no_steps
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.round_exchange import RoundExchange
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.ledger import united
 from polytempo.sync.machine import (
     Abandon,
@@ -108,8 +109,8 @@ class DeadlineUpdate(MachineUpdate):
         name = f"polytempo rounds {self._reducer.name}"
         self._thread = threading.Thread(target=lambda: context.run(self._run), name=name, daemon=True)
         self._client.share(session.lock)
-        session.flushing.append(self.flush)
-        session.closing.append(self._close)
+        session.on_leave(LeavingStep.FLUSH, self.flush)
+        session.on_leave(LeavingStep.CLOSE, self._close)
         self._thread.start()
 
     @property

@@ -15,6 +15,7 @@ import torch
 
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.session.leaving import LeavingStep
 from polytempo.sync.actions import Release
 from polytempo.sync.downpour import LocalSteps
 from polytempo.sync.machine import (
@@ -57,7 +58,7 @@ class DownpourUpdate(MachineUpdate):
         reducer.pulls = False  # values are fetched; those of an answer would undo local steps
         reducer.client_state.take = lambda parts, absent: None
         super().__init__(machine, reducer)
-        reducer.session.flushing.append(self.flush)
+        reducer.session.on_leave(LeavingStep.FLUSH, self.flush)
         reducer.before_read = self.flush
         self.start()
 

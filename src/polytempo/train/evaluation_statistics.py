@@ -7,8 +7,9 @@ merged (`optim/several_workers.py`), or with new ones, recalibrated at the curre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,25 +58,21 @@ def evaluation_statistics(
     if how == "recalibrated":
         if batches is None:
             raise UsageError('evaluation_statistics(model, "recalibrated") needs batches=..., an iterable of inputs')
-        return _replaced(model, how, batches, None, worker)
+        return _replaced(model, partial(_recalibrate, model, batches=batches))
     here = current()
     if worker not in range(here.size):
         raise UsageError(f"worker must be one of the ranks 0 to {here.size - 1}, not {worker!r}")
-    return _replaced(model, how, (), here if here.size > 1 else None, worker)
+    return _replaced(model, partial(_collect, session=here, worker=worker if how == "worker" else None))
 
 
 @contextmanager
-def _replaced(
-    model: torch.nn.Module, how: str, batches: Iterable[Any], session: Session | None, worker: int
-) -> Iterator[None]:
+def _replaced(model: torch.nn.Module, replace: Callable[[list[torch.nn.Module]], None]) -> Iterator[None]:
     layers = norm_layers(model)
     kept = [tensor.clone() for tensor in _tensors(layers)]
     try:
         with torch.no_grad():
-            if how == "recalibrated":
-                _recalibrate(model, layers, batches)
-            elif session is not None and layers:
-                _collect(layers, session.world().all_ranks, worker if how == "worker" else None)
+            if layers:
+                replace(layers)
         yield
     finally:
         with torch.no_grad():
@@ -90,8 +87,11 @@ def _tensors(layers: list[torch.nn.Module]) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def _collect(layers: list[torch.nn.Module], group: RankGroup, worker: int | None) -> None:
+def _collect(layers: list[torch.nn.Module], session: Session, worker: int | None) -> None:
     """Load a worker's statistics, or without one those of all, merged."""
+    if session.size == 1:
+        return
+    group = session.world().all_ranks
     if worker is not None:
         group.broadcast(_tensors(layers), worker).wait()
         return
@@ -119,8 +119,6 @@ def _gathered(group: RankGroup, tensors: list[torch.Tensor | None]) -> list[list
 
 def _recalibrate(model: torch.nn.Module, layers: list[torch.nn.Module], batches: Iterable[Any]) -> None:
     """Averages over these batches, all counting alike."""
-    if not layers:
-        return
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in layers]
     try:

@@ -28,7 +28,6 @@ from polytempo.compression.chain import CASTS, ChainSpec, parse_chain
 from polytempo.compression.encoding import Dense, NumberFormat, clear, narrow
 from polytempo.compression.sparsification import Significant, TopK
 from polytempo.errors import UsageError, nearest
-from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import FirstValues, Measures, PushedGradient
 from polytempo.protocol.values import OptimizerSpec, PushId, TableInfo
@@ -40,7 +39,7 @@ from polytempo.sync.spec import Spec
 from polytempo.tables.row_batches import RowPush, ascending, checked_ids, coalesce
 from polytempo.tables.row_optimizers import checked_hyper, rule
 from polytempo.tables.table_shard import TableShard
-from polytempo.tables.validation import check_table
+from polytempo.tables.validation import check_dtype, check_table, is_count
 from polytempo.train.validation import weight_of
 
 T = TypeVar("T")
@@ -102,10 +101,9 @@ class Array:
         **options: float,
     ) -> None:
         for name, given in (("rows", rows), ("dim", dim)):
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            if given is not None and not is_count(given):
                 raise UsageError(f"expected {name} to be a number from 1 on, got {given!r}")
-        if dtype_name(dtype) not in ITEM_SIZES:
-            raise UsageError(f"expected dtype to be one of {', '.join(ITEM_SIZES)}, got {dtype}")
+        check_dtype(dtype)
         self.rows, self.dim, self.rule, self.dtype, self.start, self.seed = rows, dim, rule, dtype, start, seed
         self.options = checked_hyper(rule, options)
         self.compression, self.cache_keys = parse_chain(compression), cache_keys
@@ -132,7 +130,6 @@ class ArrayTable(WorkerTable):
         return None if self._compression is None else self.shaped(self._compression.residual.clone())
 
     def load_residual(self, residual: torch.Tensor) -> None:
-        """Continue from a residual."""
         if self._compression is None or residual.numel() != self._compression.residual.numel():
             raise UsageError(
                 f"array {self.info.name!r}: a residual of {residual.numel()} elements does not fit its compression and size"
@@ -210,22 +207,18 @@ class RowCompression:
     def choose(self, ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows to send now; ids are unique and ascending."""
         whole = self.residual[ids] + values
-        chosen = self._choice(whole.abs().nan_to_num(nan=inf, posinf=inf).amax(1))  # by the largest magnitude of each row
+        sizes = whole.abs().nan_to_num(nan=inf, posinf=inf).amax(1)  # the largest magnitude of each row
+        code, chosen = self.chain.code, torch.ones(sizes.numel(), dtype=torch.bool)
+        if isinstance(code, Significant):
+            chosen = sizes > code.threshold
+        elif isinstance(code, TopK) and sizes.numel():
+            chosen.zero_()
+            chosen[torch.sort(sizes, descending=True, stable=True)[1][: max(1, ceil(code.share * sizes.numel()))]] = True
         sent = narrow(whole[chosen], self._form).to(self._form.dtype)
         whole[chosen] -= sent
         clear(whole)
         self.residual[ids] = whole
         return ids[chosen], sent
-
-    def _choice(self, sizes: torch.Tensor) -> torch.Tensor:
-        code = self.chain.code
-        if isinstance(code, Significant):
-            return sizes > code.threshold
-        if isinstance(code, TopK) and sizes.numel():
-            chosen = torch.zeros(sizes.numel(), dtype=torch.bool)
-            chosen[torch.sort(sizes, descending=True, stable=True)[1][: max(1, ceil(code.share * sizes.numel()))]] = True
-            return chosen
-        return torch.ones(sizes.numel(), dtype=torch.bool)
 
 
 class LocalArrays:
@@ -250,12 +243,10 @@ class LocalArrays:
         return self._version
 
     def pull(self, number: int, ids: torch.Tensor | None, span: tuple[int, int]) -> torch.Tensor:
-        """Rows as they are."""
         table, here = self._pairs[number]
         return table.shaped(here.pull_range(*span) if ids is None else here.pull(ids))
 
     def clock(self, number: int, span: tuple[int, int]) -> tuple[int, dict[int, int]]:
-        """The version and clock of a span."""
         here = self._pairs[number][1]
         return here.version_of(*span), here.clock(*span)
 
@@ -290,8 +281,8 @@ class KV:
             raise UsageError("expected at least one array, got none; use KV({'w': Array(1000)})")
         check_features(spec, Feature.KV)
         self._ahead = spec.capabilities.ahead
-        self._tables = {name: ArrayTable(name, array) for name, array in arrays.items()}
-        self._handles = {name: ArrayHandle(self, number, table) for number, (name, table) in enumerate(self._tables.items())}
+        self._tables = [ArrayTable(name, array) for name, array in arrays.items()]
+        self._handles = {table.info.name: ArrayHandle(self, number, table) for number, table in enumerate(self._tables)}
         self._client = self._session.client
         self._session.check_part()
         if self._client is None and self._session.size > 1:
@@ -299,18 +290,13 @@ class KV:
         self._name = self._session.next_optimizer_id()
         self._state = ClientState(self._name, ahead=self._ahead)
         self.step = 0
-        tables = list(self._tables.values())
-        self._local = LocalArrays(tables) if self._client is None else None
+        self._local = LocalArrays(self._tables) if self._client is None else None
         if self._client is not None:
-            self._rows = RowTraffic(self._client, self._name, tables)
+            self._rows = RowTraffic(self._client, self._name, self._tables)
             self._state.take_rows = self._rows.take
             with self._session.lock:
-                infos = tuple(table.info for table in tables)
-                made = OptimizerSpec(
-                    *(spec.text, "server", "", (), ()),
-                    tables=infos,
-                    digest=spec.digest,
-                )
+                infos = tuple(table.info for table in self._tables)
+                made = OptimizerSpec(spec.text, "server", "", (), (), tables=infos, digest=spec.digest)
                 self._client.register(self._name, made, lambda: (FirstValues(), self._no_data()), self._state)
             self.step = self._state.released - self._ahead
 
@@ -351,15 +337,11 @@ class KV:
             self.step += 1
             version = self._local.step()
             return Future(lambda: True, lambda: version)
-        return self._send(samples)
-
-    def _send(self, samples: float) -> Future[int]:
         client, known = self._client, self._state
         assert client is not None
         self.wait()
-        identity = PushId(self._name, client.rank, client.incarnation, self.step)
         push = Push(
-            id=identity,
+            id=PushId(self._name, client.rank, client.incarnation, self.step),
             version=known.version,
             sent=client.bytes_sent,
             received=client.bytes_received,
@@ -401,7 +383,7 @@ class KV:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The compression residuals of this worker, by array; the arrays themselves are in the job's checkpoints."""
-        return {name: table.residual for name, table in self._tables.items() if table.residual is not None}
+        return {table.info.name: table.residual for table in self._tables if table.residual is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the residuals of `state_dict`.
@@ -415,22 +397,18 @@ class KV:
     @property
     def stats(self) -> dict[str, Any]:
         """Statistics of this worker so far: `step`, `waited_s`, `staleness`, `bytes_sent`, `bytes_received`."""
-        sent = self._client.bytes_sent if self._client else 0
-        received = self._client.bytes_received if self._client else 0
-        known = self._state
+        client, known = self._client, self._state
         return {
             "step": self.step,
             "waited_s": known.waited,
             "staleness": known.staleness,
-            "bytes_sent": sent,
-            "bytes_received": received,
+            "bytes_sent": client.bytes_sent if client else 0,
+            "bytes_received": client.bytes_received if client else 0,
         }
 
     # For the handles.
 
     def pull_rows(self, number: int, ids: torch.Tensor | None, span: tuple[int, int]) -> Future[torch.Tensor]:
-        """Pull rows of an array by its number: a list of ids, or a span."""
-        table = list(self._tables.values())[number]
         if self._local is not None:
             here = self._local.pull(number, ids, span)
             return Future(lambda: True, lambda: here)
@@ -446,6 +424,7 @@ class KV:
 
         def result() -> torch.Tensor:
             with self._session.lock, client.together():
+                table = self._tables[number]
                 if routing is None:
                     return table.shaped(rows.span_pulled(number, request, span))
                 found = rows.pulled(number, request, routing)
@@ -459,7 +438,6 @@ class KV:
         return Future(done, result)
 
     def span_clock(self, number: int, span: tuple[int, int]) -> tuple[int, dict[int, int]]:
-        """The version and the clocks of a span of an array."""
         if self._local is not None:
             return self._local.clock(number, span)
         with self._session.lock:

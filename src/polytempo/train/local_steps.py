@@ -40,6 +40,7 @@ from polytempo.profile_ranges import profiled
 from polytempo.protocol.push import Measures
 from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.session.leaving import LeavingStep
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.blocks import BlockMachine
 from polytempo.sync.machine import (
@@ -78,7 +79,7 @@ class LocalStepUpdate(MachineUpdate):
             self._tell(Admit(session.rank, fragment.reducer.step), number)
         for number in range(len(self.fragments)):
             self._hear(number)
-        session.flushing.append(self.flush)
+        session.on_leave(LeavingStep.FLUSH, self.flush)
 
     def performs(self) -> LivePerforms:
         return {

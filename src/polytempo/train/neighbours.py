@@ -22,6 +22,7 @@ from typing import Any
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.neighbour_reducer import GossipExchange, NeighbourReducer, PairExchange
+from polytempo.session.leaving import LeavingStep
 from polytempo.sync.machine import AddStep, AskPartner, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.update import Wrapped, left_as_shown
@@ -73,7 +74,7 @@ class GossipUpdate(OwnModelUpdate):
         # The model when it was sent, where that is before the step; in the step, the change since then.
         self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False) if overlap else None
         super().__init__(wrapped, reducer, machine)
-        reducer.session.flushing.append(self._leave)
+        reducer.session.on_leave(LeavingStep.FLUSH, self._leave)
         self.start()
 
     def performs(self) -> LivePerforms:
@@ -108,7 +109,7 @@ class PairUpdate(OwnModelUpdate):
         self._exchange = PairExchange(reducer, machine) if reducer.session.size > 1 else None
         super().__init__(wrapped, reducer, machine)
         if self._exchange is not None:
-            reducer.session.flushing.append(self._exchange.leave)
+            reducer.session.on_leave(LeavingStep.FLUSH, self._exchange.leave)
         self.start()
 
     def performs(self) -> LivePerforms:

@@ -43,6 +43,7 @@ from polytempo.protocol.training_troubles import diverged
 from polytempo.protocol.values import VitalSigns
 from polytempo.reducer.device_moves import is_permuted
 from polytempo.reducer.gradient_checks import DIGESTED_STEPS, OwnReport, gradient_digest
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session, current, is_initialized
 from polytempo.sync.divergence import DivergenceRule, Seen
 from polytempo.train.driver import StepRequest, StepUpdate
@@ -81,7 +82,7 @@ class StepObservers:
         self._rule, self._report = DivergenceRule(1), report
         self._input = InputWatch(model) if model is not None else None
         if self._input is not None:
-            session.flushing.append(self._input.stop)
+            session.on_leave(LeavingStep.FLUSH, self._input.stop)
 
     def look_at_signs(self, request: StepRequest, update: StepUpdate) -> None:
         """What this step shows of the training, for the guard against divergence."""
@@ -141,7 +142,6 @@ class Sample:
         return cls(param, (runs, run), apart)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of this tensor of the same size."""
         if not tensor.is_contiguous() and not is_permuted(tensor):
             tensor = tensor.contiguous()
         return tensor.as_strided(self.shape, (self.apart, 1))
@@ -261,7 +261,7 @@ class LossWatch:
                 _original = torch.autograd.backward
                 _ours = _noting(_original)
                 torch.autograd.backward = _ours
-        session.ending.append(self.close)
+        session.on_leave(LeavingStep.UNDO, self.close)
 
     def close(self) -> None:
         """The session ends: nothing is noted any more. The last one takes the wrapper away, unless another library has

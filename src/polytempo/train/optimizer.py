@@ -40,6 +40,7 @@ from polytempo.protocol.training_troubles import Circumstances
 from polytempo.protocol.values import number_of
 from polytempo.reducer.gradient_checks import FiniteWatch, OwnReport
 from polytempo.reducer.reducer import Reducer
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import current
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.mode import Mode
@@ -145,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for reducer in self._part.reducers:
             session.watches.add(reducer.copier.watch)
         if self._reducer.needs_join:
-            session.before_leaving(self.join)
+            session.on_leave(LeavingStep.JOIN, self.join)
 
     def _make_steps(self, plan: OptimizerPlan, nonfinite: str) -> None:
         """Make what makes the steps, and what looks at them."""

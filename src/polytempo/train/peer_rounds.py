@@ -37,7 +37,7 @@ from polytempo.reducer.reducer import GradientMean, GroupValues
 from polytempo.reducer.round_exchange import RoundExchange
 from polytempo.reducer.round_sums import EndedRound
 from polytempo.sync.directives import NextDeadline
-from polytempo.train.broadcast_state import load_in_place
+from polytempo.train.communication import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode_for_all
 from polytempo.train.update import Wrapped, step_unwrapped
 

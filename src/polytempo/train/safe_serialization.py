@@ -76,20 +76,17 @@ def _down(thing: Any, aside: TensorList | None) -> Any:
     if isinstance(thing, np.ndarray | np.generic) and thing.dtype.kind in "biufcSU":
         return ["n" if isinstance(thing, np.ndarray) else "g", thing.dtype.str, list(thing.shape), thing.tobytes()]
     if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
-        return _tensor_down(thing.detach(), aside)
+        tensor = thing.detach()
+        about = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        if aside is not None:
+            aside.append(tensor)
+            return ["a", *about]
+        flat = tensor.cpu().contiguous().resolve_conj().reshape(-1)
+        return ["T", *about, flat.view(torch.uint8).numpy().tobytes()]
     raise WrongType(
         f"expected plain data (None, numbers, str, bytes, list, tuple, dict, arrays, tensors), got {kind.__name__}; "
         "other objects would need pickles, which are not used: send what it is made of"
     )
-
-
-def _tensor_down(tensor: torch.Tensor, aside: TensorList | None) -> list[Any]:
-    about = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-    if aside is not None:
-        aside.append(tensor)
-        return ["a", *about]
-    flat = tensor.cpu().contiguous().resolve_conj().reshape(-1)
-    return ["T", *about, flat.view(torch.uint8).numpy().tobytes()]
 
 
 def _up(data: Any, aside: TensorList | None) -> Any:

@@ -99,7 +99,6 @@ class EpochSampler(torch.utils.data.Sampler[Any]):  # type: ignore[misc]
     # What is left of an epoch.
 
     def left(self) -> int:
-        """The number of samples that are left of the epoch."""
         self._forget_used()
         begun = any(part["epoch"] == self.epoch for part in self._earlier)
         return len(self._rest_of(self.epoch)) if begun else self._length

@@ -28,6 +28,7 @@ from polytempo.errors import UsageError
 from polytempo.protocol.messages import GIVEN, MEAN, NEWEST, OWN, ScriptState, StateRecalled
 from polytempo.protocol.values import SavedObject, beside
 from polytempo.records.lines import MAIN
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session, current
 from polytempo.sync.capabilities import PushedWork
 from polytempo.train.safe_serialization import TensorList, decode, encode
@@ -116,6 +117,7 @@ def registered_in(session: Session) -> Registered:
     """What the script of this session has registered."""
     if session.registered is None:
         session.registered = Registered(session)
+        session.on_leave(LeavingStep.REPORT, lambda: found.mark(whole=True))
     found: Registered = session.registered
     return found
 
@@ -347,7 +349,6 @@ class WorkerOptimizerState:
         return self._optimizer.state_dict()["state"]
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from it."""
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
 
 

@@ -26,12 +26,12 @@ from torch.nn import functional
 from polytempo.client.row_traffic import SomeRows, WorkerTable
 from polytempo.device.side_stream import FetchedTensor
 from polytempo.errors import UsageError, WrongType
-from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.values import TableInfo
 from polytempo.server.optimizer_state import dtype_name
 from polytempo.tables.row_batches import checked_ids, coalesce
-from polytempo.tables.row_optimizers import checked_hyper, rule
-from polytempo.tables.validation import check_table
+from polytempo.tables.row_optimizers import checked_hyper
+from polytempo.tables.row_optimizers import rule as rule_of
+from polytempo.tables.validation import check_dtype, check_table, is_count
 from polytempo.train.sparse_embedding import RowCopies
 
 MODES = (None, "sum", "mean")
@@ -54,7 +54,7 @@ class EmbeddingTable(WorkerTable):
         self.copies = RowCopies()
 
     def hyper(self) -> dict[str, Any]:
-        if "lr" in self._hyper or self.rate is None or "lr" not in rule(self.info.rule).defaults:
+        if "lr" in self._hyper or self.rate is None or "lr" not in rule_of(self.info.rule).defaults:
             return self._hyper
         return {**self._hyper, "lr": float(self.rate())}
 
@@ -73,12 +73,10 @@ class EmbeddingTable(WorkerTable):
         self._used.clear()
 
     def is_finite(self) -> bool:
-        """Are all gradients numbers?"""
         found = [rows.grad.isfinite().all() for _, rows in self._used if rows.grad is not None]
         return not found or bool(torch.stack(found).all())
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
         for _, rows in self._used:
             if rows.grad is not None:
                 rows.grad.mul_(factor)
@@ -191,7 +189,15 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
         **options: float,
     ) -> None:
         super().__init__()
-        _check(rows, dim, rule, dtype, mode)
+        if rows is not None and not is_count(rows):
+            raise UsageError(f"expected rows to be a number from 1 on, or None for any id, got {rows!r}")
+        if not is_count(dim):
+            raise UsageError(f"expected dim to be a number from 1 on, got {dim!r}")
+        if rule_of(rule).combine != "mean":
+            raise UsageError(f"rule {rule!r} does not learn from gradients; use sgd, adagrad, rowwise-adagrad or adam")
+        check_dtype(dtype)
+        if mode not in MODES:
+            raise UsageError(f"expected mode to be None, 'sum' or 'mean', got {mode!r}")
         hyper = checked_hyper(rule, {**options, **({} if lr is None else {"lr": lr})})
         if lr is None:
             hyper.pop("lr", None)
@@ -327,16 +333,3 @@ class ServerEmbedding(torch.nn.Module):  # type: ignore[misc]
 def _version(ids: torch.Tensor) -> object:
     """Differs after each change in place; that of an inference tensor, which does not tell, is never the same."""
     return object() if ids.is_inference() else ids._version
-
-
-def _check(rows: int | None, dim: int, name: str, dtype: torch.dtype, mode: str | None) -> None:
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise UsageError(f"expected rows to be a number from 1 on, or None for any id, got {rows!r}")
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        raise UsageError(f"expected dim to be a number from 1 on, got {dim!r}")
-    if rule(name).combine != "mean":
-        raise UsageError(f"rule {name!r} does not learn from gradients; use sgd, adagrad, rowwise-adagrad or adam")
-    if dtype_name(dtype) not in ITEM_SIZES:
-        raise UsageError(f"expected dtype to be one of {', '.join(ITEM_SIZES)}, got {dtype}")
-    if mode not in MODES:
-        raise UsageError(f"expected mode to be None, 'sum' or 'mean', got {mode!r}")

@@ -6,7 +6,8 @@ On the servers the wrapped optimizer's own rule runs on those rows, as torch run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ class RowCopies:
         self._streams: dict[torch.device, SideStream] = {}
 
     def stream(self, place: torch.device) -> SideStream:
-        """The copying stream of a device."""
         if place not in self._streams:
             self._streams[place] = SideStream(place)
         return self._streams[place]
@@ -61,49 +61,42 @@ class RowCopies:
         return ids, self.stream(place).fetched(total)
 
 
-ParamGroup = dict[str, Any]
+@dataclass(frozen=True)
+class SparseRule:
+    """How servers do what an optimizer does with sparse gradients: by their rule, where its other options are plain."""
+
+    name: str
+    options: tuple[str, ...]  #: of a parameter group, which the rule takes as they are
+    plain: dict[str, object]  #: options that change what the optimizer does, and the values at which they do not
+
+    def options_of(self, group: dict[str, Any], kind: str) -> dict[str, float]:
+        for option, value in self.plain.items():
+            if group[option] != value:
+                raise UsageError(
+                    f"{kind} with {option}={group[option]} cannot take the sparse gradients of an embedding; "
+                    f"give the embedding a group with {option}={value}, or use sparse=False"
+                )
+        betas = dict(zip(("beta1", "beta2"), map(float, group.get("betas", ())), strict=False))
+        return {name: float(group[name]) for name in self.options} | betas
 
 
-def _sgd(group: ParamGroup) -> dict[str, float]:
-    _refuse(group, "SGD", momentum=0, weight_decay=0, maximize=False)
-    return {"lr": float(group["lr"])}
-
-
-def _adagrad(group: ParamGroup) -> dict[str, float]:
-    _refuse(group, "Adagrad", weight_decay=0, maximize=False)
-    return {name: float(group[name]) for name in ("lr", "lr_decay", "eps", "initial_accumulator_value")}
-
-
-def _sparse_adam(group: ParamGroup) -> dict[str, float]:
-    _refuse(group, "SparseAdam", maximize=False)
-    beta1, beta2 = group["betas"]
-    return {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2), "eps": float(group["eps"])}
-
-
-#: For each optimizer that takes sparse gradients: the servers' rule, and its options from a group's.
-RULES: dict[type, tuple[str, Callable[[ParamGroup], dict[str, float]]]] = {
-    torch.optim.SGD: ("sgd", _sgd),
-    torch.optim.Adagrad: ("adagrad", _adagrad),
-    torch.optim.SparseAdam: ("sparse-adam", _sparse_adam),
+#: The optimizers that take sparse gradients.
+RULES: dict[type, SparseRule] = {
+    torch.optim.SGD: SparseRule("sgd", ("lr",), {"momentum": 0, "weight_decay": 0, "maximize": False}),
+    torch.optim.Adagrad: SparseRule(
+        "adagrad", ("lr", "lr_decay", "eps", "initial_accumulator_value"), {"weight_decay": 0, "maximize": False}
+    ),
+    torch.optim.SparseAdam: SparseRule("sparse-adam", ("lr", "eps"), {"maximize": False}),
 }
-
-
-def _refuse(group: ParamGroup, name: str, **wanted: object) -> None:
-    for option, value in wanted.items():
-        if group[option] != value:
-            raise UsageError(
-                f"{name} with {option}={group[option]} cannot take the sparse gradients of an embedding; "
-                f"give the embedding a group with {option}={value}, or use sparse=False"
-            )
 
 
 class SparseEmbeddingTable(WorkerTable):
     """One sparse embedding of a model."""
 
     def __init__(self, name: str, weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer, group: int) -> None:
-        rule, self._options = RULES[type(optimizer)]
+        self._rule = RULES[type(optimizer)]
         rows, dim = weight.shape
-        self.info = TableInfo(name, rows, dim, dtype_name(weight.dtype), "zeros", 0, rule, mirrored=True)
+        self.info = TableInfo(name, rows, dim, dtype_name(weight.dtype), "zeros", 0, self._rule.name, mirrored=True)
         self.weight, self._optimizer, self._group = weight, optimizer, group
         self._version = weight._version  # when this library wrote to it last
         self._held = weight.detach()  # where it lay then
@@ -112,7 +105,8 @@ class SparseEmbeddingTable(WorkerTable):
         self.hyper()
 
     def hyper(self) -> dict[str, Any]:
-        return checked_hyper(self.info.rule, self._options(self._optimizer.param_groups[self._group]))
+        group = self._optimizer.param_groups[self._group]
+        return checked_hyper(self.info.rule, self._rule.options_of(group, type(self._optimizer).__name__))
 
     def first_values(self) -> torch.Tensor:
         return self.weight.detach().cpu()

@@ -18,6 +18,7 @@ from polytempo.errors import PeerError
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, TrainingProgress, name_in_group
 from polytempo.reducer.reducer import SequencerClient
+from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.train.driver import StepRequest, StepUpdate
 
@@ -123,7 +124,7 @@ class ProgressReporter:
         self._begun: float | None = None
         self._ended = self._reported = clock()
         if session.rank == 0 and session.client is not None:
-            session.flushing.append(self.report)
+            session.on_leave(LeavingStep.FLUSH, self.report)
         self.report()
 
     def begins(self) -> None:

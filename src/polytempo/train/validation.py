@@ -49,7 +49,6 @@ class OptimizerGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Is it a group of one?"""
         return len(self.members) == 1
 
     def reports(self, name: str) -> bool:
@@ -85,7 +84,6 @@ class OptimizerPlan:
 
     @property
     def leads(self) -> bool:
-        """Is this the first of the ranks that take the steps together?"""
         return self.arguments.session.rank == min(self.ranks.members, default=0)
 
     @cached_property
