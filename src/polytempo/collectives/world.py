@@ -301,12 +301,18 @@ class World:
     def _knows_more_than(self, missing: int) -> bool:
         return len(self.engine.messages.left) > missing
 
-    def close(self, politely: bool = True) -> None:
-        """Leave."""
+    def close(self, politely: bool = True, told: bool = False) -> None:
+        """Leave.
+
+        Args:
+            politely: This rank has done what others need of it.
+            told: It ends in the middle, because the whole job does: it says goodbye, so that ranks which have not been told
+                yet name the one that was lost first, and not this one.
+        """
         for native in self.engine.natives:
             native.close(politely)
         self.engine.natives.clear()
-        self.engine.close(politely)
+        self.engine.close(politely or told)
 
 
 def open_by_name(

@@ -319,11 +319,11 @@ class Session:
             shown = "".join(letter for letter in fault if letter.isprintable())[:LONGEST_FAULT]
             client.leave("failed", fault=shown)
 
-    def _end(self, politely: bool) -> None:
+    def _end(self, politely: bool, told: bool = False) -> None:
         self.leaving.of[LeavingStep.FLUSH].clear()  # of a worker that has not finished, or has no servers
         self.leaving.run(LeavingStep.UNDO)
         if self._world is not None:
-            self._world.close(politely)
+            self._world.close(politely, told)
 
     def on_leave(self, step: LeavingStep, call: Callable[[], None]) -> None:
         """In this step of leaving, do this, too."""
@@ -342,12 +342,12 @@ class Session:
             self.measured, self.optimizers = self.optimizers, optimizers
             self.leaving.forget_joins(joins)
 
-    def abandon(self) -> None:
-        """End without a message: other processes see that this worker has failed."""
+    def abandon(self, told: bool = False) -> None:
+        """End without a message: other processes see that this worker has failed. `told`: it has not, the job has ended."""
         self._end_lone()
         self.leaving.forget_joins()
         self.leaving.run(LeavingStep.CLOSE)
-        self._end(politely=False)
+        self._end(politely=False, told=told)
         if self.client is not None:
             self.client.close()
 
@@ -574,7 +574,7 @@ def _leave() -> None:
     if session is None or session.parent:
         return
     if ended_badly():
-        session.abandon()
+        session.abandon(told=isinstance(getattr(sys, "last_value", None), JobEnded))
         return
     try:
         session.close()
