@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from polytempo.errors import UsageError
@@ -22,8 +23,8 @@ from polytempo.records.lines import MAIN, MEAN, RecordLine
 from polytempo.server.job_plan import JobBudget, JobPlan
 from polytempo.sync.actions import Apply, Release
 from polytempo.sync.capabilities import PushedWork
-from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
-from polytempo.sync.events import HyperItems, Pushed
+from polytempo.sync.corrections import MeanStaleness, Verdict
+from polytempo.sync.events import HyperItems
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec
 
@@ -101,28 +102,28 @@ class OptimizerClock:
     spec: Spec
     policy: Policy
     first: int  #: the worker that registered it first
-    seeded: bool = False
-    version: int = 0
-    place: int = 0  # of the last answer in the log
-    slots: dict[int, WorkerSlot] = field(default_factory=dict)
-    restored: dict[str, float] = field(default_factory=dict)  # what its policy has learned in an earlier job
-    early: list[int] = field(default_factory=list)  # registered before there were values to start from
-    wakes: list[float] = field(default_factory=list)
-    corrections: Corrections = field(default_factory=Corrections)
-    made: StepsMade = field(init=False)
-    early_ends: EarlyEnds = field(default_factory=EarlyEnds)
-    first_step: int = 0  #: of the job: steps that an earlier one has made
-    _loaded: dict[tuple[type, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
-    _mean: MeanStaleness = field(default_factory=MeanStaleness)
-    _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
-    _closed: ClosedRound | None = None  # the last round, in modes with deadlines
-    _groups: dict[tuple[int, ...], int] = field(default_factory=dict)  # numbers of the sets of workers that made rounds
-    _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
+    seeded: bool
+    first_step: int  #: of the job: steps that an earlier one has made
+    version: int = field(default=0, init=False)
+    place: int = field(default=0, init=False)  # of the last answer in the log
+    slots: dict[int, WorkerSlot] = field(default_factory=dict, init=False)
+    restored: dict[str, float] = field(default_factory=dict, init=False)  # what its policy has learned in an earlier job
+    early: list[int] = field(default_factory=list, init=False)  # registered before there were values to start from
+    wakes: list[float] = field(default_factory=list, init=False)
+    early_ends: EarlyEnds = field(default_factory=EarlyEnds, init=False)
 
     def __post_init__(self) -> None:
+        self._loaded: dict[tuple[type, int], bytes] = {}  # what the first to give it gave as its n-th
+        self._mean = MeanStaleness()
+        self._hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
+        self._closed: ClosedRound | None = None  # the last round, in modes with deadlines
+        self._groups: dict[tuple[int, ...], int] = {}  # numbers of the sets of workers that made rounds
+        self._counted: dict[int, Push] = {}  # handed to the policy and not yet given back, by `Pushed.number`
+        self._numbers = count(1)
         #: Is it the first of its workers, the main one or one beside it? Its steps are what these workers are seen to do.
         self.is_first = beside(self.name) == MAIN
         self.made = StepsMade(self.first_step, self.spec.capabilities.rounds)
+        self.corrections = self.spec.corrections
         #: Does every member push one step before each answer?
         self.in_step = self.spec.capabilities.common and self.spec.capabilities.work is PushedWork.BATCH
 
@@ -172,14 +173,14 @@ class OptimizerClock:
         """What becomes of an update, given how stale its push is. Modes with corrections apply single pushes."""
         if not self.corrections.any:
             return Verdict(1.0)
-        head = self._counted[id(action.pushes[0])][1]
+        head = self._counted[action.pushes[0].number]
         return self.corrections.verdict(max(self.version - head.version - head.own, 0))
 
     def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness, hypers = [], [], []
         for index, push in enumerate(action.pushes):
-            head = self._counted.pop(id(push))[1]
+            head = self._counted.pop(push.number)
             samples = head.measures.samples
             parts.append(UpdatePart(head.id, action.weights[index] if action.weights else samples))
             hypers.append(head.made.hyper if samples else ())
@@ -265,26 +266,27 @@ class OptimizerClock:
             self._hyper = groups, hyper_of(groups)
         return self._hyper[1]
 
-    def count(self, event: Pushed, push: Push) -> None:
-        """A push is handed to the policy, which will give back this very event."""
-        self._counted[id(event)] = event, push
+    def count(self, push: Push) -> int:
+        """A push will be handed to the policy: its number there."""
+        number = next(self._numbers)
+        self._counted[number] = push
+        return number
 
     def drop(self, worker: int, step: int) -> Push:
         """Forget a push that was discarded or refused: the one of the worker's present life."""
         incarnation = self.slots[worker].incarnation
         wanted = PushId(self.name, worker, incarnation, step)
-        key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
-        return self._counted.pop(key)[1]
+        return self._counted.pop(next(number for number, push in self._counted.items() if push.id == wanted))
 
     def heads(self, action: Apply) -> list[Push]:
-        return [self._counted[id(push)][1] for push in action.pushes]
+        return [self._counted[push.number] for push in action.pushes]
 
     def pending(self) -> list[Push]:
         """Pushes that are counted and still to be applied: of a round that is not complete."""
-        return [push for _, push in self._counted.values()]
+        return list(self._counted.values())
 
     def counted_of(self, worker: int) -> list[PushId]:
-        return [push.id for _, push in self._counted.values() if push.id.worker == worker]
+        return [push.id for push in self._counted.values() if push.id.worker == worker]
 
 
 def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobPlan) -> OptimizerClock:
@@ -301,9 +303,7 @@ def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobP
     if not name.endswith(MEAN):
         policy.begin_at(plan.first_push)
     seeded = optimizer_spec.apply == "mean" or name.endswith(MEAN)
-    return OptimizerClock(
-        *(name, optimizer_spec, spec, policy, worker, seeded), corrections=spec.corrections, first_step=plan.first_step
-    )
+    return OptimizerClock(name, optimizer_spec, spec, policy, worker, seeded, plan.first_step)
 
 
 def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSpec) -> str:

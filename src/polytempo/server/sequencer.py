@@ -340,7 +340,7 @@ class Sequencer:
         worker, made, measures = push.id.worker, push.made, push.measures
         content = made if isinstance(made, Content) else None
         hyper = clock.hyper((*made.hyper, *content.rules) if content is not None else made.hyper)
-        event = Pushed(worker, push.id.step, measures.samples, hyper)
+        event = Pushed(worker, push.id.step, measures.samples, hyper, number=clock.count(push))
         if clock.spec.capabilities.by_speed:
             event.measured = Measured(None, None, measures.work, measures.computed, measures.drawn)
         elif measures.loss is not None or measures.lr is not None:
@@ -350,7 +350,6 @@ class Sequencer:
         if clock.spec.capabilities.averages or clock.spec.capabilities.by_speed:
             event.count = measures.count
         figures = push_figures(measures, slot.waited) if self.plan.recorded else None
-        clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
         slot.fenced, slot.busy = content is not None and content.fence > 0, measures.busy
         self._runner.tally(clock, push)
