@@ -20,10 +20,10 @@ from polytempo.door import ModeSource, bring
 from polytempo.errors import PolytempoError
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.protocol.messages import STRANGER_LIMIT
-from polytempo.records.files import RecordWriter, record_lost
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator import Coordinator, JobRecord
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.members import RemoteHosts
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor, ShardPlacement
 from polytempo.transport.buffer_pool import Pool
@@ -65,17 +65,12 @@ def serve(config: dict[str, Any]) -> None:
     if index:
         coordinator, to_coordinator = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
-        record, lost = None, ""
-        try:
-            record = RecordWriter(config["record"]) if config["record"] else None
-        except OSError as error:
-            lost = record_lost(error)
-        facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
         coordinator = Coordinator(
-            *(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials),
-            record_lost=lost,
-            resume=resume,
-            ends_diverged=config["ends_diverged"],
+            *(Sequencer(plan), JobRecord(config["record"]), checkpoints, config["facts"]),
+            RemoteHosts(config["host_timeout"], credentials),
+            config["go_on_unsaved"],
+            resume,
+            config["ends_diverged"],
         )
         to_coordinator = None
     gc.collect()

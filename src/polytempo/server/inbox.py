@@ -59,7 +59,7 @@ from polytempo.protocol.push import (
 )
 from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, PushId
 from polytempo.server.device_share import DeviceShare, FenceWatch, open_share
-from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
+from polytempo.server.effects import Effect, PushArrived, ReportHold, ToWorker
 from polytempo.server.optimizer_state import as_bytes, as_tensor, unpack
 from polytempo.server.shard import PushBuffer, Shard
 from polytempo.server.shard_executor import EndShares, KeepHere, PullHere, ShardExecutor, WorkerReply
@@ -79,7 +79,7 @@ KEY_CACHE_BYTES = 64 << 20
 ReceiptKey = tuple[str, str, int]
 #: (optimizer, worker, incarnation, bucket)
 PartialKey = tuple[str, int, int, int]
-InboxHandler = Callable[[Hello, Any, list[Bytes]], list[LoopEffect]]
+InboxHandler = Callable[[Hello, Any, list[Bytes]], list[Effect]]
 
 
 class Receipts:
@@ -263,12 +263,12 @@ class ShardInbox:
 
     # Messages of workers.
 
-    def _partial_push(self, sender: Hello, partial: PartialPush, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _partial_push(self, sender: Hello, partial: PartialPush, buffers: list[Bytes]) -> list[Effect]:
         _check_pusher(sender, partial.id)
         self._partial.keep(partial, buffers)
         return []
 
-    def _push(self, sender: Hello, push: Push, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _push(self, sender: Hello, push: Push, buffers: list[Bytes]) -> list[Effect]:
         _check_pusher(sender, push.id)
         check_push(push)
         key = "push", push.id.optimizer_id, push.id.step
@@ -286,7 +286,7 @@ class ShardInbox:
         self._arrived[push.id] = push, whole
         return [PushArrived(push)]
 
-    def _await(self, push: Push, fence: int, whole: list[PushBuffer]) -> list[LoopEffect]:
+    def _await(self, push: Push, fence: int, whole: list[PushBuffer]) -> list[Effect]:
         """A push with a fence: it has arrived once that is reached."""
         share = self._share_of(push.id)
         share.expect(push.id.step, fence)
@@ -296,18 +296,18 @@ class ShardInbox:
         self._watch.add(push.id, partial(share.pushed, fence))
         return []
 
-    def _complete(self, identity: PushId) -> list[LoopEffect]:
+    def _complete(self, identity: PushId) -> list[Effect]:
         if identity not in self._pending:
             return []
         push, whole = self._pending.pop(identity)
         self._arrived[identity] = push, whole
         return [PushArrived(push)]
 
-    def completed(self) -> list[LoopEffect]:
+    def completed(self) -> list[Effect]:
         """Pushes whose fences have been reached since the last call have arrived."""
         return [effect for identity in self._watch.take() for effect in self._complete(identity)]
 
-    def _share(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _share(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> list[Effect]:
         """Map a worker's device memory, or say why not: its pushes come in buffers then."""
         told = DeviceShared(optimizer_id=message.optimizer_id, shard=self._executor.shard)
         shard, key = (
@@ -384,7 +384,7 @@ class ShardInbox:
             check_hyper(content, spec)
             self._hyper[optimizer_id] = content.hyper
 
-    def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[LoopEffect]:
+    def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[Effect]:
         """What became of what a worker has sent; and for which ranks it waits, if the policy holds it."""
         state, place = self._receipts.state(sender.rank, sender.incarnation, key)
         told = ToWorker(sender.rank, StatusReply(what=key[0], optimizer_id=key[1], number=key[2], state=state, place=place))
@@ -392,7 +392,7 @@ class ShardInbox:
             return [ReportHold(PushId(key[1], sender.rank, sender.incarnation, key[2])), told]
         return [told]
 
-    def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[Effect]:
         shard = self._executor.optimizer_shards.get(pull.optimizer_id)
         if shard is None:
             raise PeerError(f"a pull was refused: there is no optimizer {pull.optimizer_id[:40]!r} yet")
@@ -407,7 +407,7 @@ class ShardInbox:
         self._executor.put(PullHere(sender.rank, pull, ids[0] if ids else None), {})
         return []
 
-    def _keep(self, sender: Hello, keep: Keep, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _keep(self, sender: Hello, keep: Keep, buffers: list[Bytes]) -> list[Effect]:
         check_keep(keep, unpack(keep.state, buffers))
         self._executor.put(KeepHere(sender.rank, keep, buffers), {})
         return []

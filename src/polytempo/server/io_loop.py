@@ -39,11 +39,10 @@ from polytempo.protocol.messages import (
     encode,
 )
 from polytempo.records.lines import MAIN
-from polytempo.server.coordinated_job import describe
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.effects import (
+    Effect,
     EndLoop,
-    LoopEffect,
     PushArrived,
     ReportHold,
     ShareNorm,
@@ -56,7 +55,7 @@ from polytempo.server.effects import (
 )
 from polytempo.server.inbox import ShardInbox
 from polytempo.server.shard_executor import ShardExecutor, WorkerReply
-from polytempo.server.validation import check_hello
+from polytempo.server.validation import check_hello, describe
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Poller, Received
 from polytempo.transport.keys import Credentials
 
@@ -314,7 +313,7 @@ class IoLoop:
 
     # Effects.
 
-    def _perform(self, effects: Sequence[LoopEffect]) -> None:
+    def _perform(self, effects: Sequence[Effect]) -> None:
         """Carry out effects; entries of the log go last, together."""
         entries: list[LogEntry] = []
         for effect in effects:
@@ -371,7 +370,7 @@ class IoLoop:
             peer.send(header)
 
     def _stop(self, cause: str) -> None:
-        own: list[LoopEffect] = [StopWorkers(cause), EndLoop()]
+        own: list[Effect] = [StopWorkers(cause), EndLoop()]
         self._perform(own if self._coordinator is None else self._coordinator.stop(cause))
 
     def facts(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import (
     RECALLED,
+    AnyMessage,
+    Arrived,
     AskWhere,
     Expecting,
     Gone,
@@ -25,9 +27,15 @@ from polytempo.protocol.messages import (
     Keep,
     LeaseSamples,
     Leave,
+    MetricReport,
+    Norm,
+    NotSaved,
     Push,
     ReadRequest,
     RecallState,
+    Register,
+    Repeat,
+    Saved,
     ScriptState,
 )
 from polytempo.protocol.push import Content, FirstValues, StepBody
@@ -212,6 +220,46 @@ def check_expecting(message: Expecting, size: int) -> None:
     """Refuse ranks that are not the job's."""
     if len(set(message.ranks)) < len(message.ranks) or any(not 0 <= rank < size for rank in message.ranks):
         raise PeerError(f"ranks {message.ranks} were refused; this job has {size} workers")
+
+
+#: What is checked of a message to the coordinator, given the number of the job's workers.
+_CHECKS: dict[type, Callable[[Any, int], None]] = {
+    Register: lambda message, size: check_optimizer_spec(message.optimizer_id, message.optimizer_spec),
+    ReadRequest: lambda message, size: check_read(message),
+    LeaseSamples: lambda message, size: check_lease(message),
+    RecallState: lambda message, size: check_recall(message),
+    AskWhere: check_where,
+    Expecting: check_expecting,
+    Leave: check_end,
+    Gone: check_end,
+}
+
+
+def check_message(message: AnyMessage, size: int) -> None:
+    """Refuse what a worker, a launcher or an agent cannot say to the coordinator."""
+    check = _CHECKS.get(type(message))
+    if check is not None:
+        check(message, size)
+
+
+def check_sender(sender: Hello, message: AnyMessage) -> None:
+    """A worker and a shard speak for themselves."""
+    match message:
+        case Repeat(id=identity):
+            if (identity.worker, identity.incarnation) != (sender.rank, sender.incarnation):
+                raise PeerError(f"Repeat for a push of worker {identity.worker} came from {describe(sender)}")
+        case ReadRequest(worker=number) | MetricReport(worker=number) if number != sender.rank:
+            raise PeerError(f"{type(message).__name__} for worker {number} came from {describe(sender)}")
+        case Arrived(shard=number) | Norm(shard=number) | Saved(shard=number) | NotSaved(shard=number):
+            if number != sender.rank:
+                raise PeerError(f"{type(message).__name__} for shard {number} came from {describe(sender)}")
+
+
+def describe(sender: Hello | None) -> str:
+    """The other side of a connection, for error messages."""
+    if sender is None:
+        return "a peer that has sent no Hello"
+    return f"{sender.role} {sender.rank}" if sender.role in ("worker", "server") else f"the {sender.role}"
 
 
 def _is_number(value: Any) -> bool:

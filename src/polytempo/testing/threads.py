@@ -27,10 +27,10 @@ from polytempo.door import spec_of_script
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
-from polytempo.records.files import RecordWriter
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator import Coordinator, JobRecord
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.members import RemoteHosts
 from polytempo.server.resume_rules import companions_in
 from polytempo.server.sequencer import Sequencer
 from polytempo.server.shard_executor import ShardExecutor
@@ -111,14 +111,9 @@ class ThreadJob:
         facts: dict[str, Any] = {"spec": sync, "size": workers, "first_step": self.plan.first_push}
         facts |= {"modes": spec.mode.origin.digests} if spec.mode.origin is not None and spec.digest else {}
         self.sequencer = Sequencer(self.plan)
-        writer = RecordWriter(record) if record else None
         coordinator = Coordinator(
-            self.sequencer,
-            writer,
-            checkpoints,
-            facts,
+            *(self.sequencer, JobRecord(record), checkpoints, facts, RemoteHosts(credentials=self.credentials)),
             go_on_unsaved=go_on_unsaved,
-            credentials=self.credentials,
             resume=path,
             ends_diverged=on_divergence == "stop",
         )
