@@ -81,7 +81,7 @@ def flats(monkeypatch: pytest.MonkeyPatch) -> list[HostValues]:
 
 
 def store_of(job: ThreadJob, server: int = 0) -> Shard:
-    return job.servers[server].executor.optimizer_shards["0"]
+    return job.servers[server].executor.state.optimizer_shards["0"]
 
 
 @on_ipc

@@ -25,7 +25,7 @@ from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.members import RemoteHosts
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.shard_executor import ShardExecutor, ShardPlacement
+from polytempo.server.shard_executor import ShardExecutor, ShardPlacement, ShardState
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
@@ -60,7 +60,7 @@ def serve(config: dict[str, Any]) -> None:
         endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
     checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
     placement = ShardPlacement(config["device"], index)
-    executor = ShardExecutor(index, plan.shards, pool, checkpoints, resume, plan.size, placement=placement)
+    executor = ShardExecutor(ShardState(index, plan.shards, pool, plan.size, checkpoints, resume, placement))
     credentials = Credentials(config["secret"])
     if index:
         coordinator, to_coordinator = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)

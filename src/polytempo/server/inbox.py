@@ -239,7 +239,7 @@ class ShardInbox:
     """Handles what workers send to one shard, and feeds the shard executor."""
 
     def __init__(self, executor: ShardExecutor) -> None:
-        self._executor = executor
+        self._executor, self._state = executor, executor.state
         self._arrived: dict[PushId, tuple[Push, list[PushBuffer]]] = {}
         self._pending: dict[PushId, tuple[Push, list[PushBuffer]]] = {}  # their fences are not reached yet
         self._watch: FenceWatch[PushId] = FenceWatch(executor.wake_up.ring)
@@ -311,7 +311,7 @@ class ShardInbox:
         """Map a worker's device memory, or say why not: its pushes come in buffers then."""
         told = DeviceShared(optimizer_id=message.optimizer_id, shard=self._executor.shard)
         shard, key = (
-            self._executor.optimizer_shards.get(message.optimizer_id),
+            self._state.optimizer_shards.get(message.optimizer_id),
             (message.optimizer_id, sender.rank, sender.incarnation),
         )
         try:
@@ -321,22 +321,22 @@ class ShardInbox:
                 raise PeerError(f"the values of server {told.shard} are in the memory of the CPU")
             if reason := shard.needs_buffers:
                 raise PeerError(f"{reason} needs pushes and answers in host memory")
-            if key in self._executor.shares:
+            if key in self._state.shares:
                 raise PeerError(f"worker {sender.rank} shares device memory for this optimizer already")
-            self._executor.shares[key] = open_share(message, buffers, shard.device, shard.layout, told.shard)
+            self._state.shares[key] = open_share(message, buffers, shard.device, shard.layout, told.shard)
         except PeerError as error:
             told.refusal = str(error)
         return [ToWorker(sender.rank, told)]
 
     def _share_of(self, push: PushId) -> DeviceShare:
-        share = self._executor.shares.get((push.optimizer_id, push.worker, push.incarnation))
+        share = self._state.shares.get((push.optimizer_id, push.worker, push.incarnation))
         if share is None:
             raise PeerError(f"a push was refused: its worker {push.worker} shares no device memory with this server")
         return share
 
     def _whole(self, push: Push, buffers: list[Bytes]) -> list[PushBuffer] | None:
         """A push as the shard wants it; refused when it does not fit, None when a bucket was lost on the way."""
-        shard = self._executor.optimizer_shards.get(push.id.optimizer_id)
+        shard = self._state.optimizer_shards.get(push.id.optimizer_id)
         match push.body:
             case FirstValues():
                 pass
@@ -393,7 +393,7 @@ class ShardInbox:
         return [told]
 
     def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[Effect]:
-        shard = self._executor.optimizer_shards.get(pull.optimizer_id)
+        shard = self._state.optimizer_shards.get(pull.optimizer_id)
         if shard is None:
             raise PeerError(f"a pull was refused: there is no optimizer {pull.optimizer_id[:40]!r} yet")
         if pull.span is None and (pull.what != "rows" or bool(buffers) == bool(pull.keys and pull.keys.known)):
@@ -450,7 +450,7 @@ class ShardInbox:
                     self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
                 case Drop():  # a push is not applied; its answer shall still bring the rows it wanted
                     push, buffers = self._arrived.pop(entry.id, (None, []))
-                    shard = self._executor.optimizer_shards.get(entry.id.optimizer_id)
+                    shard = self._state.optimizer_shards.get(entry.id.optimizer_id)
                     if push is not None and shard is not None and shard.rows and isinstance(push.body, Content):
                         self._executor.put(entry, {entry.id: (push, buffers)})
                 case ForgetWorker():
@@ -475,7 +475,7 @@ class ShardInbox:
         """A worker's connection has ended: what it was writing is not complete, and its memory is not used any more."""
         for identity in self._drop_pending(sender.rank, sender.incarnation):
             self._receipts.lost(sender.rank, sender.incarnation, ("push", identity.optimizer_id, identity.step))
-        if any(key[1] == sender.rank for key in list(self._executor.shares)):
+        if any(key[1] == sender.rank for key in list(self._state.shares)):
             self._executor.put(EndShares(sender.rank, sender.incarnation), {})
 
     def _drop_pending(self, worker: int, incarnation: int) -> list[PushId]:
@@ -490,8 +490,8 @@ class ShardInbox:
         self._watch.close()
         self._pending.clear()
         self._arrived.clear()
-        self._executor.release()
-        self._executor.shares.clear()
+        self._state.release()
+        self._state.shares.clear()
 
     def _forget(self, entry: ForgetWorker) -> None:
         """A worker has left. Those of its pushes that were counted are still to come in the log; the entry names them."""

@@ -162,9 +162,8 @@ class IoLoop:
             now = time.monotonic()
             self._perform(self._coordinator.tick(now))
             if self._coordinator.is_done:
-                self._perform(
-                    self._coordinator.end(now, self.executor.settled_divergence(MAIN), self.executor.device_facts())
-                )
+                held = self.executor.state
+                self._perform(self._coordinator.end(now, held.settled_divergence(MAIN), held.device_facts()))
             self._deliver()  # entries that were appended just now may be carried out already
 
     # Connections.
@@ -330,7 +329,7 @@ class IoLoop:
                     if peer is not None:
                         peer.send(encode(effect.message), effect.buffers)
                     if isinstance(effect.message, Refused):
-                        self.executor.release(effect.worker)  # it will not be answered
+                        self.executor.state.release(effect.worker)  # it will not be answered
                 case ReportHold():
                     if self._coordinator is not None:
                         self._perform(self._coordinator.report_hold(effect.id))
@@ -347,7 +346,7 @@ class IoLoop:
                 case StopWorkers():
                     for peer in self._connections.workers.values():
                         peer.send(encode(Stopped(cause=effect.cause)))
-                    self.executor.release()
+                    self.executor.state.release()
                 case EndLoop():
                     self._over = True
         if entries:

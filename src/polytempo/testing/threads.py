@@ -33,7 +33,7 @@ from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.members import RemoteHosts
 from polytempo.server.resume_rules import companions_in
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.shard_executor import ShardExecutor
+from polytempo.server.shard_executor import ShardExecutor, ShardPlacement, ShardState
 from polytempo.session.session import Session, as_current
 from polytempo.sync.mode import Mode
 from polytempo.sync.spec import Spec
@@ -119,10 +119,12 @@ class ThreadJob:
         )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            executor = ShardExecutor(index, servers, pools[index], checkpoints, path, workers, self._device())
+            placement = ShardPlacement(device=self._device())
+            state = ShardState(index, servers, pools[index], workers, checkpoints, path, placement)
             to_coordinator = self.connect(0, Pool()) if index else None
             endpoints = [endpoint, *self._more_endpoints(index, pools[index])]
             own = None if index else coordinator
+            executor = ShardExecutor(state)
             self.servers.append(IoLoop(executor, endpoints, workers, own, to_coordinator, credentials=self.credentials))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
