@@ -336,7 +336,7 @@ class SavedOptimizer:
                 flats[dtype][start : start + tensor.numel()] = tensor
         if self.held.tensors != self._spec.tensors:
             flats = self._rearranged(flats)
-        return [as_bytes(tensor) for tensor in optimizer_shard.from_model(flats)]
+        return [as_bytes(tensor) for tensor in optimizer_shard.cut.of_model(flats)]
 
     def _rearranged(self, flats: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same parameters, with the companions that the job has."""

@@ -323,7 +323,7 @@ class ShardInbox:
                 raise PeerError(f"{reason} needs pushes and answers in host memory")
             if key in self._state.shares:
                 raise PeerError(f"worker {sender.rank} shares device memory for this optimizer already")
-            self._state.shares[key] = open_share(message, buffers, shard.device, shard.layout, told.shard)
+            self._state.shares[key] = open_share(message, buffers, shard.device, shard.cut.layout, told.shard)
         except PeerError as error:
             told.refusal = str(error)
         return [ToWorker(sender.rank, told)]
@@ -367,7 +367,7 @@ class ShardInbox:
         # What is not of tables is where its worker has put it, or is put together from what came.
         whole: Sequence[PushBuffer] | None
         if not content.fence:
-            whole = self._partial.assemble(push, content, shard.unfiltered(buffers), shard.expected)
+            whole = self._partial.assemble(push, content, shard.unfiltered(buffers), shard.cut.nbytes)
         elif buffers:
             raise PeerError(f"a push was refused: {len(buffers)} buffers came with one that has a fence, expected none")
         else:

@@ -15,10 +15,8 @@ import torch
 
 from polytempo.compression.chain import ChainSpec
 from polytempo.protocol.layout import Stretch
-from polytempo.server.optimizer_state import as_bytes, as_tensor
+from polytempo.server.optimizer_state import Flats, as_bytes, as_tensor
 from polytempo.transport.channel import Bytes
-
-Flats = dict[str, torch.Tensor]
 
 
 class PullCompression:
