@@ -6,7 +6,6 @@ and of what came of them. When the job is over another `ShardState` gets them, i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +100,6 @@ def run(sync: str, make: MakeOptimizer, tables: bool = False, **options: Any) ->
     """A job of three workers and two servers; each shard and what it has carried out."""
     model = lookup_model() if tables else small_model(dtype=torch.float32)
     batches: list[Any] = (lookup_batches if tables else small_batches)(STEPS, (2, 3, 4))
-    through = threading.Barrier(WORKERS)
 
     def work(session: Session) -> None:
         mine: nn.Module = lookup_model() if tables else small_model(dtype=torch.float32)
@@ -114,7 +112,6 @@ def run(sync: str, make: MakeOptimizer, tables: bool = False, **options: Any) ->
             if number % 3 == 2 and not tables:
                 mine[0].bias.grad = None  # its part of a segment is left alone: the segment is split
             optimizer.step()
-        through.wait(20)
         if not tables:
             optimizer.state_dict()
 

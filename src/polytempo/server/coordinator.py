@@ -264,8 +264,9 @@ class Coordinator:
 
     def given_up(self, worker: Hello, now: float) -> str:
         """A worker has sent a message: why the job goes on without it; empty when it does not."""
-        self._hosts.heard_worker(worker.rank, now)
-        return self._ends.given_up(worker)
+        if self._hosts.any:
+            self._hosts.heard_worker(worker.rank, now)
+        return self._ends.why_given_up(worker) if self._ends.given_up else ""
 
     # Messages and pushes.
 
@@ -284,7 +285,7 @@ class Coordinator:
     def push_arrived(self, push: Push, now: float) -> list[Effect]:
         """A push has arrived in full at this server's own shard."""
         effects = self._sequencer.arrived(0, push.id, push, now)
-        if push.id.optimizer_id == MAIN and (warning := self._duplicates.look_at(push)):
+        if push.measures.gradient_digest and push.id.optimizer_id == MAIN and (warning := self._duplicates.look_at(push)):
             effects.append(Tell(warning))
         return self._carry_out([*effects, *self._watch_budget(UNHEEDED_STEPS * self._sequencer.plan.size)])
 
@@ -370,7 +371,7 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        host = self._hosts.next_deadline()
+        host = self._hosts.next_deadline() if self._hosts.any else None
         return min((*self._wakes[:1], *(() if host is None else (host,))), default=None)
 
     def tick(self, now: float) -> list[Effect]:
@@ -380,7 +381,8 @@ class Coordinator:
             heapq.heappop(self._wakes)
             due = True
         effects = self._carry_out(self._sequencer.tick(now)) if due else []
-        return effects + self._carry_out([*self._hosts.overdue(now), *self._record.flush()])
+        hosts = self._hosts.overdue(now) if self._hosts.any else []
+        return effects + self._carry_out([*hosts, *self._record.flush()])
 
     # The end.
 

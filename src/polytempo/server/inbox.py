@@ -305,7 +305,8 @@ class ShardInbox:
 
     def completed(self) -> list[Effect]:
         """Pushes whose fences have been reached since the last call have arrived."""
-        return [effect for identity in self._watch.take() for effect in self._complete(identity)]
+        reached = self._watch.take() if self._pending else ()
+        return [effect for identity in reached for effect in self._complete(identity)]
 
     def _share(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> list[Effect]:
         """Map a worker's device memory, or say why not: its pushes come in buffers then."""
@@ -451,7 +452,7 @@ class ShardInbox:
                 case Drop():  # a push is not applied; its answer shall still bring the rows it wanted
                     push, buffers = self._arrived.pop(entry.id, (None, []))
                     shard = self._state.optimizer_shards.get(entry.id.optimizer_id)
-                    if push is not None and shard is not None and shard.rows and isinstance(push.body, Content):
+                    if push is not None and shard is not None and shard.rows.tables and isinstance(push.body, Content):
                         self._executor.put(entry, {entry.id: (push, buffers)})
                 case ForgetWorker():
                     self._forget(entry)

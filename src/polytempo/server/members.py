@@ -57,6 +57,7 @@ class RemoteHosts:
     """All hosts that bring workers, the ranks that are still free for them, and their heartbeats."""
 
     def __init__(self, timeout: float = HOST_TIMEOUT, credentials: Credentials | None = None) -> None:
+        self.any = False  #: Has any host come? In most jobs none does, and nothing is asked here.
         self._timeout, self._credentials = timeout, credentials
         self._started_with: dict[str, Any] = {}  # what a worker on another host is started with
         self._free: deque[int] = deque()
@@ -74,6 +75,7 @@ class RemoteHosts:
             raise PeerError(
                 f"this job expects {counted(free, 'more worker')} from other hosts, this host brings {count}; use -n {free}"
             )
+        self.any = True
         ranks = tuple(self._free.popleft() for _ in range(count))
         self._of_rank |= dict.fromkeys(ranks, self._hosts.setdefault(agent, RemoteHost(agent, ranks, now)))
         sign = self._credentials
@@ -133,7 +135,7 @@ class WorkerEnds:
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[int, str]] = {}  # by worker: the last life that is over, and how it ended
-        self._given_up: dict[int, tuple[int, str]] = {}  # workers that the job goes on without: incarnation and cause
+        self.given_up: dict[int, tuple[int, str]] = {}  #: workers that the job goes on without: incarnation and cause
         self._calls: dict[int, str] = {}  # as far as workers say so
         self.alone: dict[int, int] = {}  #: steps of workers that have trained, and exchanged nothing
 
@@ -150,16 +152,16 @@ class WorkerEnds:
         finished = message.reason == "finished"
         self._note(message.worker, LAST_LIFE, "has finished" if finished else message.cause)
         if not finished:
-            self._given_up[message.worker] = message.incarnation, message.cause
-        return {message.worker, *self._given_up}
+            self.given_up[message.worker] = message.incarnation, message.cause
+        return {message.worker, *self.given_up}
 
     def _note(self, worker: int, life: int, how: str) -> None:
         before = self._ends.get(worker, (-1, ""))
         self._ends[worker] = max(life, before[0]), before[1] if before[0] >= life else how
 
-    def given_up(self, worker: Hello) -> str:
+    def why_given_up(self, worker: Hello) -> str:
         """Why the job goes on without a worker that has sent a message; empty when it does not."""
-        incarnation, cause = self._given_up.get(worker.rank, (-1, ""))
+        incarnation, cause = self.given_up.get(worker.rank, (-1, ""))
         return told_late(cause) if worker.incarnation <= incarnation else ""
 
     def where(self, asker: int, message: AskWhere, statistics: Sequence[WorkerStatistics]) -> list[Effect]:

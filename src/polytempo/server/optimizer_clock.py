@@ -20,10 +20,10 @@ from polytempo.protocol.push import NewState, NewValues
 from polytempo.protocol.training_troubles import EarlyEnds
 from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart, beside
 from polytempo.records.lines import MAIN, MEAN, RecordLine
-from polytempo.server.job_plan import JobBudget, JobPlan
-from polytempo.sync.actions import Apply, Release
+from polytempo.server.job_plan import JobPlan
+from polytempo.sync.actions import Apply, Discard, Release
 from polytempo.sync.capabilities import PushedWork
-from polytempo.sync.corrections import MeanStaleness, Verdict
+from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.events import HyperItems
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec
@@ -124,6 +124,10 @@ class OptimizerClock:
         self.is_first = beside(self.name) == MAIN
         self.made = StepsMade(self.first_step, self.spec.capabilities.rounds)
         self.corrections = self.spec.corrections
+        self._corrects = self.corrections.any
+        #: Is it a trouble when workers have no more data while others go on? Not in modes that deal batches out by speed,
+        #: nor where no worker waits for another.
+        self.ends_together = self.is_first and self.spec.capabilities.common and not self.spec.capabilities.by_speed
         #: Does every member push one step before each answer?
         self.in_step = self.spec.capabilities.common and self.spec.capabilities.work is PushedWork.BATCH
 
@@ -169,14 +173,14 @@ class OptimizerClock:
         """A line of the record names its optimizer, unless that is the first."""
         return line if self.is_main else {**line, "optimizer": self.name}
 
-    def verdict(self, action: Apply) -> Verdict:
-        """What becomes of an update, given how stale its push is. Modes with corrections apply single pushes."""
-        if not self.corrections.any:
-            return Verdict(1.0)
+    def corrected(self, action: Apply) -> Apply | Discard:
+        """An update, given how stale its push is. Modes with corrections apply single pushes."""
+        if not self._corrects:
+            return action
         head = self._counted[action.pushes[0].number]
-        return self.corrections.verdict(max(self.version - head.version - head.own, 0))
+        return self.corrections.corrected(action, max(self.version - head.version - head.own, 0))
 
-    def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
+    def update(self, action: Apply) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness, hypers = [], [], []
         for index, push in enumerate(action.pushes):
@@ -198,7 +202,7 @@ class OptimizerClock:
             optimizer_id=self.name,
             version=self.version,
             parts=tuple(parts),
-            rate=action.rate * factor,
+            rate=action.rate,
             barrier=self.spec.capabilities.rounds,
             divisor=action.divisor,
         )
@@ -206,12 +210,11 @@ class OptimizerClock:
             update.mean_staleness = self._mean.add(staleness[0])
         return update, staleness
 
-    def reply(self, release: Release, budget: JobBudget, now: float) -> Reply:
+    def reply(self, release: Release, now: float, stopping: bool, certain: int) -> Reply:
         """The log's entry for a release: the answer to the worker's last push. What earlier answers promised is kept."""
         slot = self.slots[release.worker]
         slot.waited, slot.held_at = (now - slot.held_at if slot.held_at is not None else 0.0), None
-        slot.answered, slot.release, slot.stop = slot.exchange, release, budget.stopping and not slot.certain
-        certain = budget.certain(self.is_main and self.in_step) if slot.fenced else 0
+        slot.answered, slot.release, slot.stop = slot.exchange, release, stopping and not slot.certain
         slot.certain = max(slot.certain - 1, certain)
         reply = self.answer(release.worker, slot.exchange)
         if self.spec.capabilities.early:

@@ -312,14 +312,18 @@ class Shard:
         self.rows = ShardTables(optimizer_spec, shard, shards, arena or Arena(self._pool))
         capabilities = optimizer_spec.parsed.capabilities
         self.staleness_correction = StalenessCorrection(optimizer_spec.parsed.corrections)
-        self.in_place_changes = InPlaceChanges()
-        self._in_rounds, self._ahead = capabilities.common, capabilities.ahead
+        self._ahead = capabilities.ahead
+        self.in_place_changes = InPlaceChanges() if capabilities.common else None  # in rounds all must make the same
         self._has_deadlines = capabilities.work is PushedWork.DEADLINE
-        self._push_filter = parse_chain(optimizer_spec.push_filter)
+        # None where nothing is left out: then nothing is asked of a filter.
+        push_filter, pull_filter = parse_chain(optimizer_spec.push_filter), parse_chain(optimizer_spec.pull_filter)
+        self._push_filter = None if push_filter.is_lossless else push_filter
+        self.pull_compression = None
+        if not pull_filter.is_lossless:
+            self.pull_compression = PullCompression(pull_filter, self.stretches, self._ahead)
         self.divergence = DivergenceWatch(
             list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone
         )
-        self.pull_compression = PullCompression(parse_chain(optimizer_spec.pull_filter), self.stretches, self._ahead)
 
     @property
     def values(self) -> Flats:
@@ -330,7 +334,7 @@ class Shard:
     @property
     def needs_buffers(self) -> str:
         """Why pushes and answers must come in host memory also where values are on a device; empty where they need not."""
-        if not (self._push_filter.is_lossless and self.pull_compression.chain.is_lossless):
+        if self._push_filter is not None or self.pull_compression is not None:
             return "compression"
         return "a mode with several pushes of a worker in flight" if self._ahead else ""
 
@@ -352,7 +356,7 @@ class Shard:
         if not same:
             self.seed(buffers)
             self.staleness_correction.given(worker, self.version, self.values)  # its next gradient is made on these
-        if self._in_rounds and (self.in_place_changes.any or not same):
+        if self.in_place_changes is not None and (self.in_place_changes.any or not same):
             self.in_place_changes.take(worker, touched, digest_of_bytes(buffers))
 
     def tensors_of(self, buffers: Sequence[PushBuffer]) -> list[torch.Tensor]:
@@ -362,7 +366,7 @@ class Shard:
 
     def unfiltered(self, buffers: Sequence[Bytes]) -> list[Bytes]:
         """A push as it was before its filter; refused when it cannot be one."""
-        if self._push_filter.is_lossless:
+        if self._push_filter is None:
             return list(buffers)
         each = self._push_filter.buffers
         if len(buffers) != each * len(self.stretches):
@@ -374,7 +378,8 @@ class Shard:
     def forget(self, worker: int) -> None:
         self.rows.forget(worker)
         self.staleness_correction.forget(worker)
-        self.pull_compression.forget(worker)
+        if self.pull_compression is not None:
+            self.pull_compression.forget(worker)
 
     def check(self, buffers: Sequence[PushBuffer]) -> None:
         got = [buffer.nbytes for buffer in buffers]
@@ -410,7 +415,7 @@ class Shard:
             return
         parts = [part for part in parts if part[1] > 0]  # what weighs nothing may hold anything
         self.absent = frozenset.intersection(*(frozenset(push.made.absent) for push, _, _ in parts))
-        dense = len(self.stretches) if self.rows else None
+        dense = len(self.stretches) if self.rows.tables else None
         given = [
             (samples, self._memory.received(number, self.tensors_of(buffers[:dense])))
             for number, (_, samples, buffers) in enumerate(parts)
@@ -419,7 +424,7 @@ class Shard:
         mean = self._mean(given)
         if divisor:
             mean = self._scaled(mean, weight / divisor)
-        if self.rows:
+        if self.rows.tables:
             self.rows.update(
                 [(push, samples, in_host(buffers[dense:])) for push, samples, buffers in parts], rate, self.version
             )
@@ -443,7 +448,7 @@ class Shard:
         """Remember what the answers to these pushes shall bring."""
         for push, _, buffers in parts:
             content = push.body
-            if isinstance(content, Content) and (self.rows or not content.values):
+            if isinstance(content, Content) and (self.rows.tables or not content.values):
                 self.rows.note(push, content, in_host(buffers))
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:

@@ -263,9 +263,10 @@ class ShardState:
     def _update(self, entry: Update, pushes: Pushes, total_norm: TotalNorm) -> None:
         shard = self.optimizer_shards[entry.optimizer_id]
         parts = [(pushes[part.id][0], part.samples, pushes[part.id][1]) for part in entry.parts]
-        reason = shard.in_place_changes.judge([part.id.worker for part in entry.parts])
-        for part in entry.parts if reason else ():
-            self._reports.append(WorkerReply(part.id.worker, Refused(reason=reason)))
+        if shard.in_place_changes is not None:
+            reason = shard.in_place_changes.judge([part.id.worker for part in entry.parts])
+            for part in entry.parts if reason else ():
+                self._reports.append(WorkerReply(part.id.worker, Refused(reason=reason)))
 
         def total(square: float) -> float:
             norm = Norm(shard=self.shard, optimizer_id=entry.optimizer_id, version=entry.version, square=square)
@@ -281,13 +282,17 @@ class ShardState:
 
     def _reply(self, entry: Reply) -> None:
         shard = self.optimizer_shards[entry.optimizer_id]
-        empty = (shard.averages and entry.version == 0) or not shard.rows.wants_values(entry.worker, entry.exchange)
-        said = None if empty else shard.pull_compression.say(entry.worker, entry.exchange, shard.values)
-        if said is not None:
-            shard.staleness_correction.given(entry.worker, shard.version, shard.pull_compression.told(entry.worker))
+        empty = shard.averages and entry.version == 0
+        if entry.worker in shard.rows.wishes:
+            empty = empty or not shard.rows.wants_values(entry.worker, entry.exchange)
+        said, filtered = None, shard.pull_compression
+        if filtered is not None and not empty:
+            said = filtered.say(entry.worker, entry.exchange, shard.values)
+            if said is not None:
+                shard.staleness_correction.given(entry.worker, shard.version, filtered.told(entry.worker))
         fence = self._land(entry, shard, empty)
         dense, done = ([], None) if empty or fence else shard.lend(entry.worker) if said is None else (said, None)
-        rows, of_rows, blocks = shard.rows.answer(entry.worker, entry.exchange) if shard.rows else ((), [], [])
+        rows, of_rows, blocks = shard.rows.answer(entry.worker, entry.exchange) if shard.rows.tables else ((), [], [])
         answer = Answer(
             optimizer_id=entry.optimizer_id,
             shard=self.shard,
