@@ -83,9 +83,6 @@ from polytempo.server.validation import check_message, check_script_state, check
 from polytempo.summation import in_order
 from polytempo.transport.channel import Bytes
 
-#: A script that never asks `should_stop` is warned when each worker is this many steps beyond the budget, or at the end.
-UNHEEDED_STEPS = 4
-
 MessageHandler = Callable[[Hello, Any, float], list[Effect]]
 
 
@@ -165,7 +162,6 @@ class Coordinator:
         self._progress_since = 0.0
         self._told_choices: set[str] = set()  # what was chosen for optimizers, and the user knows
         self._duplicates = DuplicateBatches()
-        self._budget_warned = self._samples_warned = False
         self._handlers: dict[tuple[str, type], MessageHandler] = {
             ("worker", Register): self._register,
             ("worker", Repeat): lambda sender, asked, now: sequencer.repeat(asked.id, asked.place),
@@ -287,7 +283,7 @@ class Coordinator:
         effects = self._sequencer.arrived(0, push.id, push, now)
         if push.measures.gradient_digest and push.id.optimizer_id == MAIN and (warning := self._duplicates.look_at(push)):
             effects.append(Tell(warning))
-        return self._carry_out([*effects, *self._watch_budget(UNHEEDED_STEPS * self._sequencer.plan.size)])
+        return self._carry_out([*effects, *map(Tell, self._sequencer.budget.warnings())])
 
     def report_hold(self, identity: PushId) -> list[Effect]:
         """A worker asks about a push that has arrived: if the policy holds it, for which ranks."""
@@ -328,23 +324,6 @@ class Coordinator:
         if self._progress is not None:  # time goes on, even if no step does
             status.seconds = max(status.seconds, now - self._progress_since)
         return [ToLauncher(status)]
-
-    def _watch_budget(self, allowed: int) -> list[Effect]:
-        """Warn, once each, that steps are counted as samples, and that the script goes on beyond the budget."""
-        warnings = []
-        if self._sequencer.budget.unknown and not self._samples_warned:
-            self._samples_warned = True
-            warnings.append(
-                "warning: --samples counts each step as one sample: step() was not told how many it had, and no sampler of "
-                "polytempo drew them; call step(samples=len(x)), or use pt.DistributedSampler"
-            )
-        if not self._budget_warned and self._sequencer.budget.unheeded() > allowed:
-            self._budget_warned = True
-            warnings.append(
-                "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
-                "end its loop with `if pt.should_stop(): break`"
-            )
-        return [Tell(text) for text in warnings]
 
     # Ends of workers.
 
@@ -413,7 +392,7 @@ class Coordinator:
         finish, unsaved = self._finish, self._checkpoints.failure
         assert finish is not None
         sequencer, alone = self._sequencer, self._ends.alone
-        effects: list[Effect] = self._watch_budget(0)
+        effects: list[Effect] = [Tell(text) for text in sequencer.budget.warnings(at_the_end=True)]
         if len(alone) > 1 and not sequencer.clocks:  # nothing was exchanged: a model each
             who = f"each of {counted(len(alone), 'worker')} has"
             effects.append(Tell(f"warning: {trained_alone(who, max(alone.values()))}"))

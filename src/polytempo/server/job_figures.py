@@ -188,6 +188,10 @@ def certain_answers(left: Limits, members: int, rounds: bool, largest: tuple[int
     return 1 if left.steps > 2 * members * count and left.samples > 2 * members * samples else 0
 
 
+#: A script that never asks `should_stop` is warned when each worker is this many steps beyond the budget, or at the end.
+UNHEEDED_STEPS = 4
+
+
 class JobBudget:
     """What of the budget is used up, and whether workers are to stop. It counts the main optimizer's pushes."""
 
@@ -201,6 +205,7 @@ class JobBudget:
         self.unknown = False  #: are samples limited, and has neither script nor sampler said how many a step had?
         self._beyond = 0  # steps that came after the budget was used up
         self._asked = False  # has any worker asked whether to stop?
+        self._said: set[str] = set()  # what the user is warned of
 
     def begin(self, now: float) -> None:
         """A step is released; the first starts the job's seconds."""
@@ -244,6 +249,23 @@ class JobBudget:
     def unheeded(self) -> int:
         """Steps beyond the budget, where no worker ever asks whether to stop."""
         return 0 if self._asked else self._beyond
+
+    def warnings(self, at_the_end: bool = False) -> list[str]:
+        """What the user is to be warned of, once each: steps count as samples, or the script goes on beyond the budget."""
+        found = []
+        if self.unknown:
+            found.append(
+                "warning: --samples counts each step as one sample: step() was not told how many it had, and no sampler of "
+                "polytempo drew them; call step(samples=len(x)), or use pt.DistributedSampler"
+            )
+        if self.unheeded() > (0 if at_the_end else UNHEEDED_STEPS * self._size):
+            found.append(
+                "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
+                "end its loop with `if pt.should_stop(): break`"
+            )
+        new = [text for text in found if text not in self._said]
+        self._said.update(new)
+        return new
 
 
 def sum_up(statistics: list[WorkerStatistics], now: float, started: float | None) -> dict[str, Any]:
