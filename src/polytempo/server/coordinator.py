@@ -97,7 +97,8 @@ class JobRecord:
         except OSError as error:
             self._lost = record_lost(error)
 
-    def __bool__(self) -> bool:
+    @property
+    def is_written(self) -> bool:
         return self._writer is not None
 
     def write(self, line: RecordLine) -> None:
@@ -149,7 +150,8 @@ class Coordinator:
         written. `resume`: the checkpoint that the job goes on from. `ends_diverged`: the job ends when its training has
         diverged."""
         self._sequencer = sequencer
-        self._record, self._facts, self._started = record or JobRecord(), facts or {}, time.time()
+        self._record = JobRecord() if record is None else record
+        self._facts, self._started = facts or {}, time.time()
         self._checkpoints = JobCheckpoints(checkpoints, sequencer.plan, resume)
         self._hosts, self._ends, self._key_values = hosts or RemoteHosts(), WorkerEnds(), JobKeyValues()
         self._go_on_unsaved, self._ends_diverged = go_on_unsaved, ends_diverged
@@ -192,6 +194,8 @@ class Coordinator:
         passed: list[Effect] = []
         for effect in effects:
             match effect:
+                case ToShards() | ToWorker():  # most are
+                    passed.append(effect)
                 case Write():
                     self._record.write(effect.line)
                 case WakeAt():
@@ -401,7 +405,7 @@ class Coordinator:
             exit_status, cause = exit_status or 1, cause or unsaved
         progress = msgspec.structs.asdict(self._progress) if self._progress is not None else None
         summary = sequencer.figures.summary(now) | {"spread": divergence, "progress": progress, **(device or {})}
-        if self._record:
+        if self._record.is_written:
             facts = self._facts
             if any(clock.optimizer_spec.apply not in ("peers", "mean") for clock in sequencer.clocks.values()):
                 # A script may have asked for servers.
