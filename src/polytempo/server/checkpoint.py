@@ -322,7 +322,8 @@ class SavedOptimizer:
 
     def __init__(self, directory: Path, optimizer_id: str, spec: OptimizerSpec) -> None:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        self.held, self._spec = holding_in(manifest, optimizer_id), spec
+        self.held = holding_in(manifest, optimizer_id)
+        self._spec = spec
         self.resumption = resumption(directory.name, self.held, holding_of(spec))
         files = [file for file in manifest["files"] if "tensors" in file]
         self.shards = [_read_shard(directory / f["file"], optimizer_id, f["tensors"][optimizer_id]) for f in files]

@@ -153,8 +153,11 @@ class Coordinator:
         self._record = JobRecord() if record is None else record
         self._facts, self._started = facts or {}, time.time()
         self._checkpoints = JobCheckpoints(checkpoints, sequencer.plan, resume)
-        self._hosts, self._ends, self._key_values = hosts or RemoteHosts(), WorkerEnds(), JobKeyValues()
-        self._go_on_unsaved, self._ends_diverged = go_on_unsaved, ends_diverged
+        self._hosts = hosts or RemoteHosts()
+        self._ends = WorkerEnds()
+        self._key_values = JobKeyValues()
+        self._go_on_unsaved = go_on_unsaved
+        self._ends_diverged = ends_diverged
         self._has_launcher = False
         self._untold: list[Effect] = []  # until the launcher is there
         self._wakes: list[float] = []  # a heap: when the sequencer wants its ticks

@@ -70,7 +70,8 @@ class WorkerStatistics:
         measures = push.measures
         self.computing_s += sign * measures.computed
         self.exchanging_s += sign * measures.exchanging(waited=0.0)
-        self.bytes_sent, self.bytes_received = push.sent, push.received
+        self.bytes_sent = push.sent
+        self.bytes_received = push.received
         if not counts:
             return
         self.steps += sign * measures.count
@@ -200,7 +201,9 @@ class JobBudget:
         self.samples = float(plan.resumed.get("samples", 0))
         self.started: float | None = None  #: when the first step was released
         self.stopping = False  #: the budget is used up; it stays so
-        self._limits, self._limited, self._size = plan.limits, plan.limits.any, plan.size
+        self._limits = plan.limits
+        self._limited = plan.limits.any
+        self._size = plan.size
         self._largest = 1, 0.0  # steps and samples of a push
         self.unknown = False  #: are samples limited, and has neither script nor sampler said how many a step had?
         self._beyond = 0  # steps that came after the budget was used up
@@ -365,7 +368,11 @@ class CheckpointContents:
         budget: JobBudget,
         ledger: SampleLedger,
     ) -> None:
-        self._plan, self._clocks, self._statistics, self._budget, self._ledger = plan, clocks, statistics, budget, ledger
+        self._plan = plan
+        self._clocks = clocks
+        self._statistics = statistics
+        self._budget = budget
+        self._ledger = ledger
         self._lost_before: set[int] | None = None  # workers that were lost before the job was told to end
 
     def at(self, step: int, pushes: int) -> Checkpoint:
@@ -427,7 +434,10 @@ class JobFigures:
         budget: JobBudget,
         guard: DivergenceGuard,
     ) -> None:
-        self._clocks, self._statistics, self._budget, self._guard = clocks, statistics, budget, guard
+        self._clocks = clocks
+        self._statistics = statistics
+        self._budget = budget
+        self._guard = guard
 
     def status(self, now: float) -> Status:
         budget = self._budget

@@ -65,7 +65,8 @@ class RemoteHosts:
         self._of_rank: dict[int, RemoteHost] = {}
 
     def expect(self, message: Expecting) -> list[Effect]:
-        self._started_with, self._free = message.job, deque(message.ranks)
+        self._started_with = message.job
+        self._free = deque(message.ranks)
         return []
 
     def add(self, agent: int, count: int, now: float) -> list[Effect]:

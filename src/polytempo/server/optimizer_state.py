@@ -340,7 +340,9 @@ class SegmentedOptimizer:
     """
 
     def __init__(self, spec: OptimizerSpec, cut: ShardCut, flats: Flats, alone: bool) -> None:
-        self._cut, self._flats, self._place = cut, flats, next(iter(flats.values())).device
+        self._cut = cut
+        self._flats = flats
+        self._place = next(iter(flats.values())).device
         self._alone = alone  # the only worker is promised plain PyTorch's bits
         self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
         self.segments: list[FlatSegment] = []

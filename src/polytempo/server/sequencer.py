@@ -62,7 +62,11 @@ class PolicyRunner:
         ledger: SampleLedger,
         paces: FigureLog,
     ) -> None:
-        self._plan, self._statistics, self._budget, self._ledger, self._paces = plan, statistics, budget, ledger, paces
+        self._plan = plan
+        self._statistics = statistics
+        self._budget = budget
+        self._ledger = ledger
+        self._paces = paces
 
     def feed(self, clock: OptimizerClock, event: Event, now: float, figures: RecordLine | None = None) -> list[Effect]:
         """Give the policy an event; what its actions and the record ask for. `figures`: more for the event's line."""
@@ -173,7 +177,8 @@ class Sequencer:
         self._incarnations: dict[int, int] = {}  # the present one of each worker
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._runner = PolicyRunner(plan, self.statistics, self.budget, self.ledger, self.paces)
-        self._saved_at, self._looked_at = plan.first_step, plan.first_push
+        self._saved_at = plan.first_step
+        self._looked_at = plan.first_push
         self._ending = False  # the job is told to end early
 
     # Members.

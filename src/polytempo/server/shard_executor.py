@@ -161,7 +161,10 @@ class ShardState:
         placement: ShardPlacement | None = None,
     ) -> None:
         """`placement`: says for each optimizer where its values are; else in the CPU's memory."""
-        self.shard, self.shards, self.pool, self.workers = shard, shards, pool, workers
+        self.shard = shard
+        self.shards = shards
+        self.pool = pool
+        self.workers = workers
         self.optimizer_shards: dict[str, Shard] = {}
         self.shares: dict[tuple[str, int, int], DeviceShare] = {}  #: by optimizer, worker and incarnation
         self.device: Device | None = None  #: once there are values on it
@@ -457,7 +460,9 @@ class ShardExecutor:
 
     def __init__(self, state: ShardState) -> None:
         self.state = state
-        self.shard, self.shards, self.pool = state.shard, state.shards, state.pool
+        self.shard = state.shard
+        self.shards = state.shards
+        self.pool = state.pool
         self.wake_up = WakeUp()
         self._entries: SimpleQueue[tuple[Work, Pushes] | None] = SimpleQueue()
         self._totals: SimpleQueue[float | None] = SimpleQueue()
