@@ -100,7 +100,7 @@ def test_clipping_deltas_values_and_missing_gradients(gpu: Any) -> None:
         given = [None if index == missing else gradient for index, gradient in enumerate(gradients)]
         feed(gpu, pair, lambda stores, given=given: stores.step(given))  # type: ignore[misc]
     same(pair)
-    assert len(pair[1].stores[0].segments) > 1
+    assert len(pair[1].stores[0].optimizer.segments) > 1
     for kind in (PushedChange, PushedValues):
         pair = both(gpu, "SGD", apply="delta")
         feed(gpu, pair, lambda stores, kind=kind: stores.update((1.0, some(1)), (3.0, some(2)), kind=kind, rate=0.5))  # type: ignore[misc]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sequencing import Bench, replies_in
 
 from polytempo.protocol.log import Reply
-from polytempo.server.job_plan import ALWAYS, KNOWN, Limits, certain_answers
+from polytempo.server.job_figures import ALWAYS, KNOWN, certain_answers
+from polytempo.server.job_plan import Limits
 
 BUDGETS = st.one_of(
     st.just(Limits()),

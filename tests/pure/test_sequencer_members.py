@@ -213,6 +213,19 @@ def test_a_push_that_was_counted_survives_its_worker() -> None:
     assert reply.worker == 0
 
 
+def test_a_worker_that_comes_back_may_push_a_step_again_while_its_first_push_of_it_waits() -> None:
+    """Each is found by its own, though worker and step are the same."""
+    bench = Bench("bsp", size=2).start()
+    bench.push(1, samples=3.0)
+    bench.leave(1)
+    bench.come_back(1)
+    bench.push(1, samples=5.0)
+    (update, *_) = entries_in(bench.push(0))
+    first, again = PushId("0", 1, 0, 0), PushId("0", 1, 1, 0)
+    assert [(part.id, part.samples) for part in update.parts[1:]] == [(first, 3.0), (again, 5.0)]
+    assert bench.sequencer.clocks["0"].pending() == []
+
+
 @every_mode
 def test_said_twice_a_death_is_one(sync: str) -> None:
     bench = Bench(sync, size=2).start()

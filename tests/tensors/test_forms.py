@@ -67,9 +67,9 @@ def store_of(name: str, start: Sequence[torch.Tensor], hyper: tuple[dict[str, An
 
 
 def group_of(stores: Stores) -> dict[str, Any]:
-    optimizer = stores.stores[0]._optimizer
+    optimizer = stores.stores[0].optimizer
     assert optimizer is not None
-    group: dict[str, Any] = optimizer.param_groups[0]
+    group: dict[str, Any] = optimizer.inner.param_groups[0]
     return group
 
 

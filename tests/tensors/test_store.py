@@ -115,13 +115,14 @@ def test_a_step_is_one_call_a_group_and_dtype_until_a_gradient_is_missing() -> N
     (store,) = stores.stores
     stores.step(some(1))
     plain.step(some(1))
-    assert len(store.segments) == 2
-    assert [run.stop - run.start for run in store.segments] == [15 + 1 + 14, 4 + 9]
+    assert store.optimizer is not None
+    assert len(store.optimizer.segments) == 2
+    assert [run.stop - run.start for run in store.optimizer.segments] == [15 + 1 + 14, 4 + 9]
     missing: list[torch.Tensor | None] = [*some(2)]
     missing[2] = None  # stands between two others
     stores.step(missing)
     plain.step(missing)
-    assert [run.stop - run.start for run in store.segments] == [15, 1, 14, 13]
+    assert [run.stop - run.start for run in store.optimizer.segments] == [15, 1, 14, 13]
     assert close(stores.values(), plain.values())
 
 

@@ -195,7 +195,7 @@ def test_saved_values_are_found_again_by_any_number_of_shards(optimizer: str, be
             flats[dtype][start : start + values.numel()] = values
     other = Stores([torch.zeros(shape) for shape in SHAPES], after, optimizer)
     for store in other.stores:
-        for stretch, values in zip(store.stretches, store.from_model(flats), strict=True):
+        for stretch, values in zip(store.stretches, store.cut.of_model(flats), strict=True):
             store.values[stretch.dtype].copy_(values)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), some(5), strict=True))
 

@@ -218,7 +218,7 @@ def test_running_statistics_stay_where_they_were_made() -> None:
     done = threading.Barrier(2)
     with ThreadJob(2, 2, "asup") as job:
         (first, here, names), (second, there, _) = job.run(work)
-        held = [server.executor.optimizer_shards["0"].optimizer_spec.tensors for server in job.servers]
+        held = [server.executor.state.optimizer_shards["0"].optimizer_spec.tensors for server in job.servers]
     assert names == [name for name, _ in model.named_parameters()]
     assert all([info.name for info in tensors] == names for tensors in held)
     assert_equal(first, second)

@@ -233,7 +233,7 @@ def test_a_worker_that_leaves_is_forgotten() -> None:
     with ThreadJob(2, 2, "asp,dc=0.4") as job:
         job.run(work)
         until(
-            lambda: all(not s.executor.optimizer_shards["0"].staleness_correction._given for s in job.servers),
+            lambda: all(not s.executor.state.optimizer_shards["0"].staleness_correction._given for s in job.servers),
             "nothing is kept",
         )
 
@@ -243,7 +243,7 @@ def test_filtered_answers_are_compensated_for_what_the_worker_was_told() -> None
     turn, back = threading.Event(), threading.Event()
 
     def held() -> torch.Tensor:
-        return job.servers[0].executor.optimizer_shards["0"].values["float64"].clone()
+        return job.servers[0].executor.state.optimizer_shards["0"].values["float64"].clone()
 
     def flat(tensors: Flat) -> torch.Tensor:
         return torch.cat([one.reshape(-1) for one in tensors])

@@ -67,7 +67,7 @@ def steps(
 
 def on_servers(job: ThreadJob, names: Sequence[str] = ("0",)) -> list[torch.Tensor]:
     """What the servers hold, as tensors of the model; of an ended job, all of it: no worker waits for the last merge."""
-    shards = [[server.executor.optimizer_shards[name].values["float64"] for server in job.servers] for name in names]
+    shards = [[server.executor.state.optimizer_shards[name].values["float64"] for server in job.servers] for name in names]
     flat = torch.cat([part.clone() for parts in shards for part in parts])
     sizes = [param.numel() for param in START]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), SHAPES, strict=True)]

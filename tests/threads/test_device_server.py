@@ -91,7 +91,7 @@ def test_the_pending_push_of_a_worker_that_goes_is_never_applied_and_its_memory_
         assert workers[1].status() == "received"
         workers[1].close()
         job._launcher.send(encode(Gone(worker=1, incarnation=0, reason="lost", cause="was killed")))
-        until(lambda: len(job.servers[0].executor.shares) == 1, "the server gives up the memory of worker 1")
+        until(lambda: len(job.servers[0].executor.state.shares) == 1, "the server gives up the memory of worker 1")
         workers[1].write(some(9))
         for step in range(1, 3):
             workers[0].announce()
@@ -135,7 +135,7 @@ def test_a_later_incarnation_shares_memory_of_its_own() -> None:
         again.write(some(3))
         again.answered()
         assert close(again.parameters(), sgd(some(0), some(3), lr=0.05))  # of two workers each has half a step
-        assert set(job.servers[0].executor.shares) == {("0", 0, 0), ("0", 1, 1)}
+        assert set(job.servers[0].executor.state.shares) == {("0", 0, 0), ("0", 1, 1)}
         again.close()
         workers[0].close()
 

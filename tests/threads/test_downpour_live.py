@@ -41,7 +41,7 @@ def values(params: list[nn.Parameter]) -> list[torch.Tensor]:
 
 def end_of(job: ThreadJob) -> list[torch.Tensor]:
     """What the servers hold when the job has ended: an update that no worker waits for may be made last."""
-    flat = torch.cat([server.executor.optimizer_shards["0"].values["float64"].clone() for server in job.servers])
+    flat = torch.cat([server.executor.state.optimizer_shards["0"].values["float64"].clone() for server in job.servers])
     parts = flat.split([param.numel() for param in START])
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 

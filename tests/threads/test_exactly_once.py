@@ -66,7 +66,7 @@ def assert_once(job: ThreadJob, results: list[Any], scale: float) -> None:
         assert_close(values, expected(scale), rtol=1e-9)
     updates = STEPS if job.plan.sync == "bsp" else STEPS * WORKERS
     assert job.sequencer.clocks["0"].version == updates
-    assert [server.executor.optimizer_shards["0"].version for server in job.servers] == [updates] * job.plan.shards
+    assert [server.executor.state.optimizer_shards["0"].version for server in job.servers] == [updates] * job.plan.shards
     assert [account.steps for account in job.sequencer.statistics] == [STEPS] * WORKERS
 
 

@@ -51,7 +51,7 @@ def sometimes(copies: int, seed: int) -> Fate:
 def believed(job: ThreadJob, rank: int) -> torch.Tensor:
     """What the servers think a worker was told."""
     return torch.cat(
-        [server.executor.optimizer_shards["0"].pull_compression._shadows[rank]["float64"] for server in job.servers]
+        [server.executor.state.optimizer_shards["0"].pull_compression._shadows[rank]["float64"] for server in job.servers]
     )
 
 
@@ -61,7 +61,7 @@ def told(optimizer: DistributedOptimizer) -> torch.Tensor:
 
 
 def held(job: ThreadJob) -> torch.Tensor:
-    return torch.cat([server.executor.optimizer_shards["0"].values["float64"].clone() for server in job.servers])
+    return torch.cat([server.executor.state.optimizer_shards["0"].values["float64"].clone() for server in job.servers])
 
 
 def push_all(job: ThreadJob, compression: Any, fate: Any = None) -> list[tuple[torch.Tensor, torch.Tensor]]:

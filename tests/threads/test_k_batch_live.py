@@ -44,7 +44,8 @@ def run(
 
     with ThreadJob(workers, servers, sync, record=record) as job:
         job.run(work)
-    shards = [server.executor.optimizer_shards["0"] for server in job.servers]  # the last update is made when all have left
+    # The last update is made when all have left.
+    shards = [server.executor.state.optimizer_shards["0"] for server in job.servers]
     flat = torch.cat([shard.values["float64"].clone() for shard in shards])
     check_record(record)
     return [part.view(shape) for part, shape in zip(flat.split([30 * 20, 5]), SHAPES, strict=True)]

@@ -161,14 +161,14 @@ def test_under_delay_at_most_so_many_pushes_and_one_are_under_way(delay: int) ->
 
     def work(session: Session) -> torch.Tensor:
         kv = KV({"w": Array(4, dtype=torch.float64)})
-        keeper = job.servers[0].executor
-        carry_out = keeper._carry_out
+        keeper = job.servers[0].executor.state
+        carry_out = keeper.carry_out
 
-        def held_up(entry: Any, pushes: Any) -> None:
+        def held_up(*given: Any) -> Any:
             assert gate.wait(20)
-            carry_out(entry, pushes)
+            return carry_out(*given)
 
-        keeper._carry_out = held_up  # type: ignore[method-assign]
+        keeper.carry_out = held_up  # type: ignore[method-assign]
         opener.start()
         for _ in range(12):
             kv["w"].push(torch.ones(4))

@@ -15,8 +15,7 @@ from torch import nn
 from polytempo.client.client import Client
 from polytempo.client.client_state import Exchanges, Outstanding
 from polytempo.protocol.messages import STRANGER_LIMIT
-from polytempo.server.shard import Shard
-from polytempo.server.value_memory import HostValues
+from polytempo.server.shard import HostValues, Shard
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -81,7 +80,7 @@ def flats(monkeypatch: pytest.MonkeyPatch) -> list[HostValues]:
 
 
 def store_of(job: ThreadJob, server: int = 0) -> Shard:
-    return job.servers[server].executor.optimizer_shards["0"]
+    return job.servers[server].executor.state.optimizer_shards["0"]
 
 
 @on_ipc

@@ -190,7 +190,7 @@ def test_in_every_mode_all_copies_are_the_servers_when_all_are_done(sync: str) -
 
     with ThreadJob(3, 2, sync) as job:
         got = all_equal(job.run(work))
-        tables = [server.executor.optimizer_shards["0"].rows.tables[0] for server in job.servers]
+        tables = [server.executor.state.optimizer_shards["0"].rows.tables[0] for server in job.servers]
         held = torch.stack([tables[row % 2].pull(torch.tensor([row]))[0] for row in range(len(got[0]))])
     assert torch.equal(got[0], held)
     assert_untouched(model, got)

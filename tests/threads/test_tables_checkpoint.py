@@ -54,7 +54,7 @@ def run_job(
 
     with ThreadJob(2, servers, **options) as job:
         results = job.run(work)
-        tables = [server.executor.optimizer_shards["0"].rows.tables[0] for server in job.servers]
+        tables = [server.executor.state.optimizer_shards["0"].rows.tables[0] for server in job.servers]
     assert_equal(results[1], results[0])
     return results[0], tables
 

@@ -101,7 +101,7 @@ def assert_once(job: ThreadJob, results: list[Any], scale: float) -> None:
         assert torch.equal(array, wanted)
     updates = STEPS if job.plan.sync == "bsp" else STEPS * WORKERS
     for optimizer_id in ("0", "1"):
-        assert [server.executor.optimizer_shards[optimizer_id].version for server in job.servers] == [
+        assert [server.executor.state.optimizer_shards[optimizer_id].version for server in job.servers] == [
             updates
         ] * job.plan.shards
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from polytempo.collectives.call_queues import CallQueue
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.tasks import Steps, Wait
 from polytempo.errors import PeerError
-from polytempo.server.shard_executor import ShardExecutor
+from polytempo.protocol.messages import Norm
+from polytempo.server.shard_executor import ShardExecutor, ShardState
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Poller
 from polytempo.transport.memory import MemoryChannel, MemoryEndpoint, MemoryLink, WakeUp
@@ -120,9 +121,9 @@ def test_a_failure_in_a_group_that_is_just_being_made_is_not_forgotten() -> None
 
 def test_a_server_that_ends_waits_for_the_norms_of_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two optimizers may each have an update that waits for the other shards' norms."""
-    keeper = ShardExecutor(0, 2, Pool(), None, None)
-    entry: Any = SimpleNamespace(optimizer_id="0", version=1)
-    monkeypatch.setattr(keeper, "_carry_out", lambda entry, pushes: keeper._total_norm(entry)(1.0))
+    keeper = ShardExecutor(ShardState(0, 2, Pool()))
+    entry: Any = Norm(shard=0, optimizer_id="0", version=1, square=1.0)
+    monkeypatch.setattr(keeper.state, "carry_out", lambda entry, pushes, total_norm: [total_norm(entry)])
     keeper.put(entry, {})
     keeper.put(entry, {})
     assert ends(keeper.close)

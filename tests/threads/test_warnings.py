@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import copied, made_params, set_gradients
@@ -71,3 +73,12 @@ def test_a_budget_that_is_not_heeded_is_said(asks: bool, steps: int, said: bool)
     with ThreadJob(2, limits=Limits(steps=8)) as job:
         job.run(lambda session: trained(session, 2, steps, asks))
     assert job.notices == ([UNHEEDED] if said else [])
+
+
+def test_that_there_is_no_record_though_one_was_asked_for_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with ThreadJob(2, 1, record=tmp_path / "file" / "record") as job:
+        job.run(lambda session: trained(session, 2))
+    assert [notice for notice in job.notices if "record" in notice] == [
+        f"cannot write {tmp_path}/file/record: Not a directory; the job goes on, its record is cut short"
+    ]

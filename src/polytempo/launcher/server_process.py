@@ -20,12 +20,12 @@ from polytempo.door import ModeSource, bring
 from polytempo.errors import PolytempoError
 from polytempo.optim.torch_compiler import spare_compiler
 from polytempo.protocol.messages import STRANGER_LIMIT
-from polytempo.records.files import RecordWriter, record_lost
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator import Coordinator, JobRecord
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.members import RemoteHosts
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.shard_executor import ShardExecutor, ShardPlacement
+from polytempo.server.shard_executor import ShardExecutor, ShardPlacement, ShardState
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Endpoint
 from polytempo.transport.connect import connect
@@ -60,22 +60,17 @@ def serve(config: dict[str, Any]) -> None:
         endpoints.append(ZmqEndpoint(config["listen"], keys, pool, STRANGER_LIMIT))
     checkpoints, resume = (Path(config[name]) if config[name] else None for name in ("checkpoint", "resume"))
     placement = ShardPlacement(config["device"], index)
-    executor = ShardExecutor(index, plan.shards, pool, checkpoints, resume, plan.size, placement=placement)
+    executor = ShardExecutor(ShardState(index, plan.shards, pool, plan.size, checkpoints, resume, placement))
     credentials = Credentials(config["secret"])
     if index:
         coordinator, to_coordinator = None, connect(config["first"], f"server-{index}", None, pool, PATIENCE)
     else:
-        record, lost = None, ""
-        try:
-            record = RecordWriter(config["record"]) if config["record"] else None
-        except OSError as error:
-            lost = record_lost(error)
-        facts, host_timeout, go_on = config["facts"], config["host_timeout"], config["go_on_unsaved"]
         coordinator = Coordinator(
-            *(Sequencer(plan), record, checkpoints, facts, host_timeout, go_on, credentials),
-            record_lost=lost,
-            resume=resume,
-            ends_diverged=config["ends_diverged"],
+            *(Sequencer(plan), JobRecord(config["record"]), checkpoints, config["facts"]),
+            RemoteHosts(config["host_timeout"], credentials),
+            config["go_on_unsaved"],
+            resume,
+            config["ends_diverged"],
         )
         to_coordinator = None
     gc.collect()

@@ -38,7 +38,7 @@ from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.peer_messages import LAST_WORDS, NeighbourLinks, RequestService
 from polytempo.reducer.shared_memory_reducer import aligned
-from polytempo.server.pull_compression import Flats
+from polytempo.server.optimizer_state import Flats
 from polytempo.transport.deadline import Deadline
 
 #: Bytes behind the values of a message: a weight, and a mark.

@@ -49,8 +49,7 @@ from polytempo.reducer.model_mean import AVERAGE, FIRST_VALUES, FillMessage, Mix
 from polytempo.reducer.peer_messages import NeighbourLinks, Sending
 from polytempo.reducer.reducer import GroupValues, Reducer, SequencerClient
 from polytempo.reducer.shared_memory_reducer import SlotAllocator
-from polytempo.server.optimizer_state import as_bytes
-from polytempo.server.pull_compression import Flats
+from polytempo.server.optimizer_state import Flats, as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.directives import Mixing
 from polytempo.sync.machine import AnswerPartner, Orders, Parted, Replied, Requested, WorkerEvent, WorkerMachine

@@ -34,9 +34,10 @@ from safetensors.torch import load_file, save, save_file
 from polytempo.checkpoints import MANIFEST, PARTIAL, digest_of_file, error_text, publish, remove_checkpoint, write_synced
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import lay_out
-from polytempo.protocol.messages import NotSaved, Saved, ScriptState
+from polytempo.protocol.messages import GIVEN, MEAN, OWN, NotSaved, RecallState, Saved, ScriptState, StateRecalled
 from polytempo.protocol.values import OptimizerSpec, SavedObject, TensorInfo
-from polytempo.server.effects import Checkpoint
+from polytempo.server.effects import Checkpoint, Effect, ToWorker, Unsaved
+from polytempo.server.job_plan import JobPlan
 from polytempo.server.optimizer_state import SegmentState, as_bytes
 from polytempo.server.resume_rules import holding_in, holding_of, resumption
 from polytempo.server.shard import Shard
@@ -204,13 +205,15 @@ class JobCheckpoints:
     """The coordinator's half: collects what the shards have written, and the state of the workers' scripts, and makes it a
     checkpoint."""
 
-    def __init__(self, directory: Path | None, shards: int) -> None:
+    def __init__(self, directory: Path | None, plan: JobPlan, resume: Path | None = None) -> None:
+        """`resume`: the checkpoint that the job goes on from."""
         self.directory = directory
-        self.script = ScriptStates()
+        self._plan, self._resume = plan, resume
+        self._script = ScriptStates()
+        self._given = ScriptStates()  # what a worker gives to others, outside checkpoints
         self.latest = ""  #: the path of the last that is whole
         self.failure = ""  #: why the last one could not be written
         self.spared: Path | None = None  #: one that is not removed: the last before the training had diverged
-        self._shards = shards
         self._pending: dict[str, PendingCheckpoint] = {}  # in the order in which they were begun
         self._manifest: dict[str, Any] = {}  # of the last that is whole
 
@@ -220,30 +223,36 @@ class JobCheckpoints:
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """The shards will write this one. Workers whose scripts have registered something have state that belongs to it."""
-        awaited = set(checkpoint.told) & self.script.of.keys()
+        awaited = set(checkpoint.told) & self._script.of.keys()
         self._pending[checkpoint.name] = one = PendingCheckpoint(checkpoint.manifest, [], awaited, checkpoint.due)
         for worker in list(awaited):
             self._take_due(one, worker)
 
     def _take_due(self, one: PendingCheckpoint, worker: int) -> None:
         """Is a worker's newest report all that it has to say after its last push in a checkpoint? Then it counts."""
-        if worker in one.awaited and self.script.whole.get(worker, -1) == one.due.get(worker, -2):
+        if worker in one.awaited and self._script.whole.get(worker, -1) == one.due.get(worker, -2):
             self._take(one, worker)
 
     def _take(self, one: PendingCheckpoint, worker: int) -> None:
         one.awaited.discard(worker)
-        one.states[worker] = self.script.of[worker]
+        one.states[worker] = self._script.of[worker]
 
-    def add_part(self, part: Saved | NotSaved) -> list[tuple[str, str]]:
-        """A shard has written its part, or could not; the checkpoints that failed, and why."""
+    def add_part(self, part: Saved | NotSaved) -> list[Effect]:
+        """A shard has written its part, or could not, or not what a worker's filters hold back. Checkpoints that are
+        complete now are published; where that cannot be, it is said."""
+        if isinstance(part, NotSaved) and part.worker >= 0:
+            return [Unsaved(part.name, f"what worker {part.worker} holds back: {part.reason}")]
         if part.name not in self._pending:
             raise PeerError(f"{type(part).__name__} of server {part.shard} names {part.name[:40]!r}, which no shard writes")
         self._pending[part.name].parts.append(part)
         return self._publish()
 
-    def add_state(self, worker: int, message: ScriptState, buffers: Sequence[Bytes]) -> list[tuple[str, str]]:
+    def add_state(self, worker: int, message: ScriptState, buffers: Sequence[Bytes]) -> list[Effect]:
         """A worker reports what its script has registered; as `add_part`."""
-        self.script.report(worker, message, buffers)
+        if message.given:
+            self._given.report(worker, message, buffers)
+            return []
+        self._script.report(worker, message, buffers)
         for one in self._pending.values():
             self._take_due(one, worker)
         for name, one in self._pending.items() if message.checkpoint else ():  # of several, it knows the last
@@ -253,39 +262,54 @@ class JobCheckpoints:
                 break
         return self._publish()
 
-    def left(self, worker: int) -> list[tuple[str, str]]:
+    def left(self, worker: int) -> list[Effect]:
         """A worker gives no more state; as `add_part`."""
         for one in self._pending.values():
             one.awaited.discard(worker)
         return self._publish()
 
-    def end(self) -> list[tuple[str, str]]:
+    def end(self) -> list[Effect]:
         for one in self._pending.values():
             one.awaited.clear()
         return self._publish()
 
-    def _publish(self) -> list[tuple[str, str]]:
-        complete = [name for name, one in self._pending.items() if len(one.parts) == self._shards and not one.awaited]
+    def _publish(self) -> list[Effect]:
         if self.directory is None:
             return []
-        return [(name, reason) for name in complete if (reason := self._publish_one(self.directory, name))]
+        complete = [name for name, one in self._pending.items() if len(one.parts) == self._plan.shards and not one.awaited]
+        effects: list[Effect] = []
+        for name in complete:
+            one, partial = self._pending.pop(name), self.directory / f"{name}{PARTIAL}"
+            saved = sorted((part for part in one.parts if isinstance(part, Saved)), key=lambda part: part.shard)
+            files = [{"file": part.file, "digest": part.digest, "tensors": part.tensors} for part in saved]
+            reason = next((part.reason for part in one.parts if isinstance(part, NotSaved)), "")
+            try:
+                if not reason:
+                    files += write_states(partial, {**self._script.of, **one.states})
+                    self.latest = str(publish(self.directory, name, one.manifest, files, KEPT, self.spared))
+                    self._manifest = one.manifest
+            except (OSError, SafetensorError) as error:
+                reason = error_text(error)
+            if reason:
+                remove_checkpoint(partial)
+                effects.append(Unsaved(name, reason))
+        return effects
 
-    def _publish_one(self, directory: Path, name: str) -> str:
-        """Why it could not be, or nothing."""
-        one, partial = self._pending.pop(name), directory / f"{name}{PARTIAL}"
-        saved = sorted((part for part in one.parts if isinstance(part, Saved)), key=lambda part: part.shard)
-        files: list[dict[str, Any]] = [{"file": part.file, "digest": part.digest, "tensors": part.tensors} for part in saved]
-        reason = next((part.reason for part in one.parts if isinstance(part, NotSaved)), "")
-        try:
-            if not reason:
-                files += write_states(partial, {**self.script.of, **one.states})
-                self.latest = str(publish(directory, name, one.manifest, files, KEPT, self.spared))
-                self._manifest = one.manifest
-        except (OSError, SafetensorError) as error:
-            reason = error_text(error)
-        if reason:
-            remove_checkpoint(partial)
-        return reason
+    def recall(self, worker: int, message: RecallState) -> list[Effect]:
+        """A worker asks for state of scripts: what another has given, or what the checkpoint holds that the job goes on
+        from."""
+        plan = self._plan
+        states = read_states(self._resume) if self._resume is not None and message.which != GIVEN else {}
+        if message.which == OWN:
+            found = states.get(worker, {})
+        elif message.which == MEAN:
+            found = mean_of_each(states)
+        else:
+            found = newest_of_each(self._given.of if message.which == GIVEN else states)
+        objects, parts = tuple(one for one, _ in found.values()), [part for _, held in found.values() for part in held]
+        size, due = plan.resumed.get("size", plan.size), plan.resumed.get("clocks", {}).get(str(worker), 0) - 1
+        told = StateRecalled(which=message.which, objects=objects, step=plan.saved_push, size=size, due=due)
+        return [ToWorker(worker, told, parts)]
 
     def lacks(self, checkpoint: Checkpoint) -> bool:
         """Is this state of the job neither written nor being written? Clocks are of workers, which may have left since."""
@@ -298,7 +322,8 @@ class SavedOptimizer:
 
     def __init__(self, directory: Path, optimizer_id: str, spec: OptimizerSpec) -> None:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        self.held, self._spec = holding_in(manifest, optimizer_id), spec
+        self.held = holding_in(manifest, optimizer_id)
+        self._spec = spec
         self.resumption = resumption(directory.name, self.held, holding_of(spec))
         files = [file for file in manifest["files"] if "tensors" in file]
         self.shards = [_read_shard(directory / f["file"], optimizer_id, f["tensors"][optimizer_id]) for f in files]
@@ -312,7 +337,7 @@ class SavedOptimizer:
                 flats[dtype][start : start + tensor.numel()] = tensor
         if self.held.tensors != self._spec.tensors:
             flats = self._rearranged(flats)
-        return [as_bytes(tensor) for tensor in optimizer_shard.from_model(flats)]
+        return [as_bytes(tensor) for tensor in optimizer_shard.cut.of_model(flats)]
 
     def _rearranged(self, flats: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same parameters, with the companions that the job has."""

@@ -2,15 +2,17 @@
 
     messages of workers, servers, launcher, agents  ->  `handle`, by a table of (role, type of message)
     a push that has arrived at a shard              ->  the sequencer, which decides
-    what the sequencer decides                      ->  `CoordinatedJob.absorb` writes the record; the rest is returned
+    effects of all of them                          ->  `_carry_out`: the record, timers, checkpoints and what the user is
+                                                        told; the rest is returned for the I/O loop to send
 
-The handlers are in three classes, by the sender: `WorkerMessages`, `ServerMessages`, `LaunchMessages`. What they share is
-the `CoordinatedJob`: sequencer, record, checkpoints, remote hosts. No sockets here: every method returns effects, which
-the I/O loop carries out (`server/effects.py`).
+It owns all that the job is beyond its values: sequencer, record, checkpoints, remote hosts, the ends of workers, and the
+store in which they find each other. These are reached through it alone, and return effects (`server/effects.py`), as
+handlers do. So nothing here has sockets; a copy of the coordinator that is given the same inputs decides the same.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -22,13 +24,9 @@ import msgspec
 from polytempo.errors import PeerError, counted, trained_alone
 from polytempo.protocol.log import Save
 from polytempo.protocol.messages import (
-    GIVEN,
-    NEWEST,
-    OWN,
     AnyMessage,
     Arrived,
     AskWhere,
-    Assigned,
     Departed,
     Expecting,
     Failed,
@@ -42,6 +40,7 @@ from polytempo.protocol.messages import (
     MetricReport,
     Norm,
     NormTotal,
+    Notice,
     NotSaved,
     Push,
     ReadRequest,
@@ -50,466 +49,391 @@ from polytempo.protocol.messages import (
     Repeat,
     Saved,
     ScriptState,
-    StateRecalled,
     StatusRequest,
     Stop,
     Stopped,
     StoreGet,
     StoreSet,
-    Whereabouts,
 )
-from polytempo.protocol.training_troubles import DuplicateBatches
-from polytempo.protocol.values import OptimizerSpec, PushId
-from polytempo.records.files import RecordWriter
-from polytempo.records.lines import MAIN
-from polytempo.server.checkpoint import (
-    JobCheckpoints,
-    ScriptStates,
-    mean_of_each,
-    newest_of_each,
-    read_states,
-)
-from polytempo.server.coordinated_job import (
-    LAST_LIFE,
-    CoordinatedJob,
-    JobKeyValues,
-    JobRecord,
-    RemoteHosts,
-    describe,
-    told_late,
-)
+from polytempo.protocol.training_troubles import DuplicateBatches, ends, goes_on
+from polytempo.protocol.values import OptimizerSpec, PushId, TrainingProgress
+from polytempo.records.files import RecordWriter, record_lost
+from polytempo.records.lines import MAIN, RecordLine
+from polytempo.server.checkpoint import JobCheckpoints
 from polytempo.server.effects import (
+    Checkpoint,
+    Diverged,
+    Effect,
     EndLoop,
-    LoopEffect,
     ShareNorm,
-    ToAgent,
+    StopJob,
+    StopWorkers,
+    Tell,
     ToLauncher,
     ToServers,
     ToShards,
     ToWorker,
+    Unsaved,
+    WakeAt,
+    Write,
 )
+from polytempo.server.members import JobKeyValues, RemoteHosts, WorkerEnds
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.validation import (
-    check_end,
-    check_expecting,
-    check_lease,
-    check_optimizer_spec,
-    check_read,
-    check_recall,
-    check_script_state,
-    check_where,
-)
+from polytempo.server.validation import check_message, check_script_state, check_sender, describe
 from polytempo.summation import in_order
 from polytempo.transport.channel import Bytes
-from polytempo.transport.keys import Credentials
 
-#: A host is given up when nothing was heard of it for this many seconds (`--host-timeout`).
-HOST_TIMEOUT = 5.0
-#: A script that never asks `should_stop` is warned when each worker is this many steps beyond the budget, or at the end.
-UNHEEDED_STEPS = 4
-
-MessageHandler = Callable[[Hello, Any, float], list[LoopEffect]]
-HandlerTable = dict[tuple[str, type], MessageHandler]  #: by the sender's role and the type of the message
+MessageHandler = Callable[[Hello, Any, float], list[Effect]]
 
 
-class WorkerMessages:
-    """Messages of workers: optimizers, reads, metrics, state of their scripts, their end, and keys by which they find each
-    other. `resume`: the checkpoint that the job goes on from."""
+class JobRecord:
+    """The record of a job, if it has one. A record that cannot be written is cut short; the job goes on without it."""
 
-    def __init__(self, job: CoordinatedJob, resume: Path | None) -> None:
-        self._job, self._sequencer = job, job.sequencer
-        self._resume = resume
-        self._key_values = JobKeyValues()
-        self._given = ScriptStates()
-        self._told: set[str] = set()  # what was chosen for optimizers, and the user knows
-        self.handlers: HandlerTable = {
-            ("worker", Register): self._register,
-            ("worker", Repeat): self._repeat,
-            ("worker", ReadRequest): self._read,
-            ("worker", Leave): self._leave,
-            ("worker", LeaseSamples): self._lease,
-            ("worker", MetricReport): self._metric,
-            ("worker", RecallState): self._recall,
-            ("worker", StoreSet): self._store_set,
-            ("worker", StoreGet): self._store_get,
-            ("worker", AskWhere): self._waiting,
-        }
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self._writer: RecordWriter | None = None
+        self._lost = ""  # what the user is still to be told
+        try:
+            self._writer = RecordWriter(directory) if directory else None
+        except OSError as error:
+            self._lost = record_lost(error)
 
-    def _register(self, sender: Hello, message: Register, now: float) -> list[LoopEffect]:
-        check_optimizer_spec(message.optimizer_id, message.optimizer_spec)
-        known = set(self._sequencer.clocks)
-        effects = self._job.absorb(
-            self._sequencer.register(sender.rank, sender.incarnation, message.optimizer_id, message.optimizer_spec, now)
-        )
-        for name in self._sequencer.clocks.keys() - known:
-            key = f"manifest/{name}"
-            effects += self._answer_store(key, self._key_values.announce(key, manifest_of(message.optimizer_spec)))
-            spec = message.optimizer_spec
-            asked = spec.sync == self._sequencer.plan.sync and not spec.fallback
-            line = "" if asked else spec.parsed.told(spec.inner, spec.fallback)
-            if line and line not in self._told:  # once, if several optimizers have it
-                self._told.add(line)
-                effects += self._job.tell(line)
-        return effects
+    @property
+    def is_written(self) -> bool:
+        return self._writer is not None
 
-    def _repeat(self, sender: Hello, message: Repeat, now: float) -> list[LoopEffect]:
-        if (message.id.worker, message.id.incarnation) != (sender.rank, sender.incarnation):
-            raise PeerError(f"Repeat for a push of worker {message.id.worker} came from {describe(sender)}")
-        return self._job.absorb(self._sequencer.repeat(message.id, message.place))
+    def write(self, line: RecordLine) -> None:
+        if self._writer is not None:
+            self._try(self._writer.write, line)
 
-    def _read(self, sender: Hello, message: ReadRequest, now: float) -> list[LoopEffect]:
-        _check_sender(sender, message, message.worker)
-        check_read(message)
-        return self._job.absorb(self._sequencer.read(message))
+    def flush(self) -> list[Effect]:
+        """Let readers of the file see what was written so far. Where it was lost, the user is told, once."""
+        if self._writer is not None:
+            self._try(self._writer.flush)
+        lost, self._lost = self._lost, ""
+        return [Tell(lost, about="record")] if lost else []
 
-    def _leave(self, sender: Hello, message: Leave, now: float) -> list[LoopEffect]:
-        check_end(message, self._sequencer.plan.size)
-        self._job.ends.left(sender.rank, message.life, f"has {message.reason}")
-        self._job.calls.pop(sender.rank, None)
-        if message.alone > 0:
-            self._job.alone[sender.rank] = message.alone
-        effects = self._job.left(sender.rank, sender.incarnation, message.reason, now)
-        return effects + (self._job.stop(message.fault) if message.fault else [])
+    def close(self, meta: dict[str, Any]) -> list[Effect]:
+        """Finish the record; as `flush`."""
+        if self._writer is not None:
+            self._try(self._writer.close, meta)
+        self._writer = None
+        return self.flush()
 
-    def _waiting(self, sender: Hello, message: AskWhere, now: float) -> list[LoopEffect]:
-        check_where(message, self._sequencer.plan.size)
-        if message.call is not None:
-            self._job.calls[sender.rank] = message.call
-        told, statistics = self._job.calls, self._sequencer.statistics
-        calls = {rank: f"is in {told[rank]}" if told.get(rank) else statistics[rank].whereabouts for rank in message.ranks}
-        return [ToWorker(sender.rank, Whereabouts(ended=self._job.ends.among(message.ranks, message.life), calls=calls))]
+    def abandon(self) -> None:
+        """Leave the record as it is."""
+        if self._writer is not None:
+            self._writer.abandon()
 
-    def _lease(self, sender: Hello, message: LeaseSamples, now: float) -> list[LoopEffect]:
-        check_lease(message)
-        return self._job.absorb(self._sequencer.lease(sender.rank, sender.incarnation, message))
-
-    def _metric(self, sender: Hello, message: MetricReport, now: float) -> list[LoopEffect]:
-        _check_sender(sender, message, message.worker)
-        if message.progress is not None:
-            self._job.progress_since = now if self._job.progress is None else self._job.progress_since
-            self._job.progress = message.progress
-        return self._job.absorb(self._sequencer.metric(message, now))
-
-    def report_state(self, sender: Hello, message: ScriptState, buffers: Sequence[Bytes]) -> list[LoopEffect]:
-        check_script_state(message, buffers)
-        if message.given:
-            self._given.report(sender.rank, message, buffers)
-            return []
-        return self._job.report_unsaved(self._job.checkpoints.add_state(sender.rank, message, buffers))
-
-    def _recall(self, sender: Hello, message: RecallState, now: float) -> list[LoopEffect]:
-        check_recall(message)
-        plan = self._sequencer.plan
-        if message.which == GIVEN:
-            found = newest_of_each(self._given.of)
-        else:
-            states = read_states(self._resume) if self._resume is not None else {}
-            if message.which == OWN:
-                found = states.get(sender.rank, {})
-            else:
-                found = newest_of_each(states) if message.which == NEWEST else mean_of_each(states)
-        objects, parts = tuple(one for one, _ in found.values()), [part for _, held in found.values() for part in held]
-        size, due = plan.resumed.get("size", plan.size), plan.resumed.get("clocks", {}).get(str(sender.rank), 0) - 1
-        told = StateRecalled(which=message.which, objects=objects, step=plan.saved_push, size=size, due=due)
-        return [ToWorker(sender.rank, told, parts)]
-
-    def _store_set(self, sender: Hello, message: StoreSet, now: float) -> list[LoopEffect]:
-        return self._answer_store(message.key, self._key_values.set(message.key, message.value, sender.rank))
-
-    def _store_get(self, sender: Hello, message: StoreGet, now: float) -> list[LoopEffect]:
-        found = self._key_values.get(message.key, sender.rank) is not None
-        return self._answer_store(message.key, [sender.rank] if found else [])
-
-    def _answer_store(self, key: str, workers: Sequence[int]) -> list[LoopEffect]:
-        return [ToWorker(w, StoreSet(key=key, value=self._key_values.get(key, w) or "")) for w in workers]
-
-
-class ServerMessages:
-    """Messages of the shards: pushes that have arrived, norms to add up, parts of checkpoints, failures."""
-
-    def __init__(self, job: CoordinatedJob) -> None:
-        self._job, self._sequencer = job, job.sequencer
-        self._norms: dict[tuple[str, int], list[float]] = {}
-        self.handlers: HandlerTable = {
-            ("server", Arrived): self._arrived,
-            ("server", Norm): self._norm,
-            ("server", Saved): self._saved,
-            ("server", NotSaved): self._saved,
-            ("server", Failed): self._failed,
-        }
-
-    def _arrived(self, sender: Hello, message: Arrived, now: float) -> list[LoopEffect]:
-        _check_sender(sender, message, message.shard)
-        return self._job.absorb(self._sequencer.arrived(message.shard, message.id, None, now))
-
-    def _norm(self, sender: Hello, message: Norm, now: float) -> list[LoopEffect]:
-        _check_sender(sender, message, message.shard)
-        squares = self._norms.setdefault((message.optimizer_id, message.version), [])
-        squares.append(message.square)
-        if len(squares) < self._sequencer.plan.shards:
-            return []
-        del self._norms[message.optimizer_id, message.version]
-        return [ShareNorm(NormTotal(optimizer_id=message.optimizer_id, version=message.version, square=in_order(squares)))]
-
-    def _saved(self, sender: Hello, message: Saved | NotSaved, now: float) -> list[LoopEffect]:
-        """A shard has written its part of a checkpoint, or could not, or not what a worker's filters hold back."""
-        _check_sender(sender, message, message.shard)
-        if isinstance(message, NotSaved) and message.worker >= 0:
-            return self._job.report_unsaved([(message.name, f"what worker {message.worker} holds back: {message.reason}")])
-        return self._job.report_unsaved(self._job.checkpoints.add_part(message))
-
-    def _failed(self, sender: Hello, message: Failed, now: float) -> list[LoopEffect]:
-        return self._job.stop(message.cause)
-
-
-class LaunchMessages:
-    """Messages of the launcher, and of the agents that start workers on other hosts."""
-
-    def __init__(self, job: CoordinatedJob, credentials: Credentials | None) -> None:
-        self._job, self._sequencer = job, job.sequencer
-        self._credentials = credentials
-        self._remote_facts: dict[str, Any] = {}  # what a worker on another host is started with
-        self.handlers: HandlerTable = {
-            ("launcher", StatusRequest): self._status,
-            ("launcher", Gone): self._worker_gone,
-            ("launcher", Expecting): self._expect,
-            ("launcher", Stop): self._stop,
-            ("launcher", Finish): self._finish,
-            ("agent", Heartbeat): self._agent_alive,
-            ("agent", Gone): self._agent_alive,
-        }
-
-    def _status(self, sender: Hello, message: StatusRequest, now: float) -> list[LoopEffect]:
-        status = self._sequencer.figures.status(now)
-        status.checkpoint, status.progress = self._job.checkpoints.latest, self._job.progress
-        if self._job.progress is not None:  # time goes on, even if no step does
-            status.seconds = max(status.seconds, now - self._job.progress_since)
-        return [ToLauncher(status)]
-
-    def _worker_gone(self, sender: Hello, message: Gone, now: float) -> list[LoopEffect]:
-        check_end(message, self._sequencer.plan.size)
-        self._job.ends.left(message.worker, LAST_LIFE, "has finished" if message.reason == "finished" else message.cause)
-        if message.reason != "finished":
-            self._job.given_up[message.worker] = message.incarnation, message.cause
-            self._job.record.write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause})
-        effects = self._job.left(message.worker, message.incarnation, message.reason, now)
-        # Others go on without it by this word only (`collectives/quorum.py`): one that has only left the servers may still
-        # take part in their steps.
-        gone = {message.worker, *self._job.given_up}
-        others = [rank for rank in range(self._sequencer.plan.size) if rank not in gone]
-        return [*effects, *(ToWorker(rank, Departed(worker=message.worker, ended=True)) for rank in others)]
-
-    def _expect(self, sender: Hello, message: Expecting, now: float) -> list[LoopEffect]:
-        check_expecting(message, self._sequencer.plan.size)
-        self._remote_facts = message.job
-        self._job.hosts.expect(message.ranks)
-        return []
-
-    def _stop(self, sender: Hello, message: Stop, now: float) -> list[LoopEffect]:
-        self._sequencer.ends_early()
-        return self._job.stop(message.cause, over=False)
-
-    def _finish(self, sender: Hello, message: Finish, now: float) -> list[LoopEffect]:
-        """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
-        self._job.finish = message
-        self._job.checkpoints.failure = ""
-        effects = self._job.report_unsaved(self._job.checkpoints.end())
-        held = any(clock.has_values for clock in self._sequencer.clocks.values())
-        if self._job.checkpoints.directory is None or not held or (message.exit_status and not message.save):
-            return effects
-        last = self._sequencer.checkpoints.now() if message.save else self._sequencer.checkpoints.at_the_end()
-        if last is None or not self._job.checkpoints.lacks(last):
-            return effects
-        return effects + self._job.absorb([ToShards(Save(name=last.name)), last])
-
-    def agent_connected(self, agent: int, count: int, now: float) -> list[LoopEffect]:
-        """An agent brings workers from another host; `PeerError` where the job expects fewer."""
-        host = self._job.hosts.add(agent, count, now)
-        sign = self._credentials
-        tokens = tuple(sign.token("worker", rank, 0) for rank in host.ranks) if sign is not None else ()
-        text = f"{counted(count, 'worker')} joined from another host: rank {', '.join(map(str, host.ranks))}"
-        return [ToAgent(agent, Assigned(job=self._remote_facts, ranks=host.ranks, tokens=tokens)), *self._job.tell(text)]
-
-    def _agent_alive(self, sender: Hello, message: Heartbeat | Gone, now: float) -> list[LoopEffect]:
-        """A heartbeat, or the end of a worker on the agent's host."""
-        host = self._job.hosts.of_agent(sender.rank)
-        if host is None:
-            raise PeerError("unexpected message from an agent that has brought no workers")
-        if host.cause:
-            return [ToAgent(sender.rank, Stopped(cause=told_late(host.cause)))]
-        self._job.hosts.heartbeat(host, now)
-        if isinstance(message, Heartbeat):
-            return [ToAgent(sender.rank, message)]  # so that the agent knows when this host is gone
-        if message.worker not in host.ranks or not self._job.has_launcher:
-            return []
-        check_end(message, self._sequencer.plan.size)
-        return [ToLauncher(message)]
+    def _try(self, act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except OSError as error:
+            self.abandon()
+            self._writer, self._lost = None, record_lost(error)
 
 
 class Coordinator:
-    """Server 0's part in the job."""
+    """Server 0's part in the job. What it returns is for the I/O loop to send, in order."""
 
     def __init__(
         self,
         sequencer: Sequencer,
-        record: RecordWriter | None = None,
+        record: JobRecord | None = None,
         checkpoints: Path | None = None,
         facts: dict[str, Any] | None = None,
-        host_timeout: float = HOST_TIMEOUT,
+        hosts: RemoteHosts | None = None,
         go_on_unsaved: bool = False,
-        credentials: Credentials | None = None,
-        record_lost: str = "",
         resume: Path | None = None,
         ends_diverged: bool = False,
     ) -> None:
         """`facts`: what meta.json holds beside the figures. `go_on_unsaved`: the job outlives a checkpoint that cannot be
-        written. `record_lost`: why the record that was asked for could not be opened. `resume`: the checkpoint that the job
-        goes on from. `ends_diverged`: the job ends when its training has diverged."""
+        written. `resume`: the checkpoint that the job goes on from. `ends_diverged`: the job ends when its training has
+        diverged."""
         self._sequencer = sequencer
-        self._job = CoordinatedJob(
-            sequencer,
-            JobRecord(record, record_lost),
-            JobCheckpoints(checkpoints, sequencer.plan.shards),
-            RemoteHosts(host_timeout),
-            go_on_unsaved,
-            ends_diverged,
-        )
-        launch, workers = LaunchMessages(self._job, credentials), WorkerMessages(self._job, resume)
-        self._handlers: HandlerTable = {**workers.handlers, **ServerMessages(self._job).handlers, **launch.handlers}
-        # What comes without a message that has a handler is theirs, too.
-        self.launcher_connected, self.agent_connected = self._job.meet_launcher, launch.agent_connected
-        self.script_state, self.stop = workers.report_state, self._job.stop
-        self._facts = facts or {}
+        self._record = JobRecord() if record is None else record
+        self._facts, self._started = facts or {}, time.time()
+        self._checkpoints = JobCheckpoints(checkpoints, sequencer.plan, resume)
+        self._hosts = hosts or RemoteHosts()
+        self._ends = WorkerEnds()
+        self._key_values = JobKeyValues()
+        self._go_on_unsaved = go_on_unsaved
+        self._ends_diverged = ends_diverged
+        self._has_launcher = False
+        self._untold: list[Effect] = []  # until the launcher is there
+        self._wakes: list[float] = []  # a heap: when the sequencer wants its ticks
+        self._norms: dict[tuple[str, int], list[float]] = {}  # of single shards, by optimizer and version
+        self._finish: Finish | None = None  # the launcher's, when all workers have ended
+        self._progress: TrainingProgress | None = None  # of training without pushes, and since when
+        self._progress_since = 0.0
+        self._told_choices: set[str] = set()  # what was chosen for optimizers, and the user knows
         self._duplicates = DuplicateBatches()
-        self._budget_warned = self._samples_warned = False
-        self._started = time.time()
+        self._handlers: dict[tuple[str, type], MessageHandler] = {
+            ("worker", Register): self._register,
+            ("worker", Repeat): lambda sender, asked, now: sequencer.repeat(asked.id, asked.place),
+            ("worker", ReadRequest): lambda sender, asked, now: sequencer.read(asked),
+            ("worker", Leave): self._worker_left,
+            ("worker", LeaseSamples): lambda sender, asked, now: sequencer.lease(sender.rank, sender.incarnation, asked),
+            ("worker", MetricReport): self._metric,
+            ("worker", RecallState): lambda sender, asked, now: self._checkpoints.recall(sender.rank, asked),
+            ("worker", StoreSet): lambda sender, asked, now: self._key_values.set(asked.key, asked.value, sender.rank),
+            ("worker", StoreGet): lambda sender, asked, now: self._key_values.get(asked.key, sender.rank),
+            ("worker", AskWhere): lambda sender, asked, now: self._ends.where(sender.rank, asked, sequencer.statistics),
+            ("server", Arrived): lambda sender, arrived, now: sequencer.arrived(arrived.shard, arrived.id, None, now),
+            ("server", Norm): self._norm,
+            ("server", Saved): lambda sender, part, now: self._checkpoints.add_part(part),
+            ("server", NotSaved): lambda sender, part, now: self._checkpoints.add_part(part),
+            ("server", Failed): lambda sender, failed, now: [StopJob(failed.cause)],
+            ("launcher", StatusRequest): self._status,
+            ("launcher", Gone): self._worker_ended,
+            ("launcher", Expecting): lambda sender, expecting, now: self._hosts.expect(expecting),
+            ("launcher", Stop): self._end_early,
+            ("launcher", Finish): self._all_ended,
+            ("agent", Heartbeat): lambda sender, message, now: self._hosts.heard(sender.rank, message, now),
+            ("agent", Gone): lambda sender, message, now: self._hosts.heard(sender.rank, message, now),
+        }
+
+    def _carry_out(self, effects: Sequence[Effect]) -> list[Effect]:
+        """Do what concerns the record, timers, checkpoints, the user and the job's end; the rest is the I/O loop's."""
+        passed: list[Effect] = []
+        for effect in effects:
+            match effect:
+                case ToShards() | ToWorker():  # most are
+                    passed.append(effect)
+                case Write():
+                    self._record.write(effect.line)
+                case WakeAt():
+                    heapq.heappush(self._wakes, effect.at)
+                case Checkpoint():
+                    self._checkpoints.begin(effect)
+                case Tell():
+                    passed += self._told(Notice(text=effect.text, about=effect.about))
+                case Unsaved(name, reason):
+                    cause = f"the checkpoint {name} could not be written to {self._checkpoints.directory}: {reason}"
+                    self._checkpoints.failure = cause
+                    if self._go_on_unsaved:
+                        passed += self._carry_out([Tell(f"warning: {cause}; going on without it")])
+                    elif self._finish is None:
+                        remedy = "make room and --resume, or use --checkpoint-errors continue"
+                        passed += self._carry_out([StopJob(f"{cause}; {remedy}")])
+                case Diverged():
+                    latest = self._checkpoints.latest
+                    self._checkpoints.spared = Path(latest) if latest else None
+                    advice = f"{effect.advice}; the last checkpoint is {latest}" if latest else effect.advice
+                    stops = StopJob(ends(effect.trouble, advice), over=False)
+                    passed += self._carry_out([stops if self._ends_diverged else Tell(goes_on(effect.trouble, advice))])
+                case StopJob(cause=cause):
+                    passed += self._told(Notice(text=cause, fatal=True))
+                    over = effect.over or not self._has_launcher
+                    passed += [ToServers(Stopped(cause=cause))] if over else []  # else they may still have to save
+                    passed += [*self._hosts.stopped(cause), StopWorkers(cause), *([EndLoop()] if over else [])]
+                case _:
+                    passed.append(effect)
+        return passed
+
+    def _told(self, notice: Notice) -> list[Effect]:
+        """A notice for the launcher's output; before the launcher is there, it is kept for it."""
+        if not self._has_launcher:
+            self._untold.append(ToLauncher(notice))
+        return [ToLauncher(notice)] if self._has_launcher else []
 
     # Connections, as far as the job's decisions depend on them.
 
-    def disconnected(self, sender: Hello | None, reason: str) -> list[LoopEffect]:
+    def launcher_connected(self) -> list[Effect]:
+        """The launcher is there: workers may have been sooner."""
+        self._has_launcher = True
+        untold, self._untold = self._untold, []
+        return untold
+
+    def agent_connected(self, agent: int, count: int, now: float) -> list[Effect]:
+        return self._carry_out(self._hosts.add(agent, count, now))
+
+    def disconnected(self, sender: Hello | None, reason: str) -> list[Effect]:
         """A connection is closed; `reason` is empty when the other side closed it."""
         role = sender.role if sender is not None else ""
         if role == "launcher":
-            self._job.has_launcher = False
-            return self._job.stop(f"the launcher is gone{': ' + reason if reason else ''}")
-        if role == "server" and self._job.finish is None:
+            self._has_launcher = False
+            return self.stop(f"the launcher is gone{': ' + reason if reason else ''}")
+        if role == "server" and self._finish is None:
             if reason:
-                return self._job.stop(f"{describe(sender)} was turned away: {reason}")
-            if self._job.has_launcher:
+                return self.stop(f"{describe(sender)} was turned away: {reason}")
+            if self._has_launcher:
                 return []  # the launcher reports its exit
-            return self._job.stop(f"{describe(sender)} is gone")
-        return self._job.tell(f"the connection of {describe(sender)} was closed: {reason}") if reason else []
+            return self.stop(f"{describe(sender)} is gone")
+        return self._carry_out([Tell(f"the connection of {describe(sender)} was closed: {reason}")]) if reason else []
+
+    def stop(self, cause: str) -> list[Effect]:
+        """The job ends early."""
+        return self._carry_out([StopJob(cause)])
 
     def given_up(self, worker: Hello, now: float) -> str:
         """A worker has sent a message: why the job goes on without it; empty when it does not."""
-        self._job.hosts.heard_worker(worker.rank, now)
-        incarnation, cause = self._job.given_up.get(worker.rank, (-1, ""))
-        return told_late(cause) if worker.incarnation <= incarnation else ""
+        if self._hosts.any:
+            self._hosts.heard_worker(worker.rank, now)
+        return self._ends.why_given_up(worker) if self._ends.given_up else ""
 
     # Messages and pushes.
 
-    def handle(self, sender: Hello, message: AnyMessage, now: float) -> list[LoopEffect]:
+    def handle(self, sender: Hello, message: AnyMessage, now: float) -> list[Effect]:
         handler = self._handlers.get((sender.role, type(message)))
         if handler is None:
             raise PeerError(f"unexpected {type(message).__name__} from {describe(sender)}")
-        return handler(sender, message, now)
+        check_sender(sender, message)
+        check_message(message, self._sequencer.plan.size)
+        return self._carry_out(handler(sender, message, now))
 
-    def push_arrived(self, push: Push, now: float) -> list[LoopEffect]:
+    def script_state(self, sender: Hello, message: ScriptState, buffers: Sequence[Bytes]) -> list[Effect]:
+        check_script_state(message, buffers)
+        return self._carry_out(self._checkpoints.add_state(sender.rank, message, buffers))
+
+    def push_arrived(self, push: Push, now: float) -> list[Effect]:
         """A push has arrived in full at this server's own shard."""
-        effects = self._job.absorb(self._sequencer.arrived(0, push.id, push, now))
-        if push.id.optimizer_id == MAIN and (warning := self._duplicates.look_at(push)):
-            effects += self._job.tell(warning)
-        return effects + self._watch_budget(UNHEEDED_STEPS * self._sequencer.plan.size)
+        effects = self._sequencer.arrived(0, push.id, push, now)
+        if push.measures.gradient_digest and push.id.optimizer_id == MAIN and (warning := self._duplicates.look_at(push)):
+            effects.append(Tell(warning))
+        return self._carry_out([*effects, *map(Tell, self._sequencer.budget.warnings())])
 
-    def report_hold(self, identity: PushId) -> list[LoopEffect]:
+    def report_hold(self, identity: PushId) -> list[Effect]:
         """A worker asks about a push that has arrived: if the policy holds it, for which ranks."""
-        return self._job.absorb(self._sequencer.ask(identity))
+        return self._carry_out(self._sequencer.ask(identity))
 
-    def _watch_budget(self, allowed: int) -> list[LoopEffect]:
-        """Warn, once each, that steps are counted as samples, and that the script goes on beyond the budget."""
-        warnings: list[LoopEffect] = []
-        if self._sequencer.budget.unknown and not self._samples_warned:
-            self._samples_warned = True
-            warnings += self._job.tell(
-                "warning: --samples counts each step as one sample: step() was not told how many it had, and no sampler of "
-                "polytempo drew them; call step(samples=len(x)), or use pt.DistributedSampler"
-            )
-        if self._budget_warned or self._sequencer.budget.unheeded() <= allowed:
-            return warnings
-        self._budget_warned = True
-        return warnings + self._job.tell(
-            "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
-            "end its loop with `if pt.should_stop(): break`"
-        )
+    def _register(self, sender: Hello, message: Register, now: float) -> list[Effect]:
+        name, spec = message.optimizer_id, message.optimizer_spec
+        is_new = name not in self._sequencer.clocks
+        effects = self._sequencer.register(sender.rank, sender.incarnation, name, spec, now)
+        if is_new and name in self._sequencer.clocks:
+            effects += self._key_values.announce(f"manifest/{name}", manifest_of(spec))
+            asked = spec.sync == self._sequencer.plan.sync and not spec.fallback
+            line = "" if asked else spec.parsed.told(spec.inner, spec.fallback)
+            if line and line not in self._told_choices:  # once, if several optimizers have it
+                self._told_choices.add(line)
+                effects.append(Tell(line))
+        return effects
+
+    def _metric(self, sender: Hello, message: MetricReport, now: float) -> list[Effect]:
+        if message.progress is not None:
+            self._progress_since = now if self._progress is None else self._progress_since
+            self._progress = message.progress
+        return self._sequencer.metric(message, now)
+
+    def _norm(self, sender: Hello, message: Norm, now: float) -> list[Effect]:
+        """Shards give the squares of their parts' norms; the sum goes back when all have."""
+        key = message.optimizer_id, message.version
+        squares = self._norms.setdefault(key, [])
+        squares.append(message.square)
+        if len(squares) < self._sequencer.plan.shards:
+            return []
+        del self._norms[key]
+        return [ShareNorm(NormTotal(optimizer_id=message.optimizer_id, version=message.version, square=in_order(squares)))]
+
+    def _status(self, sender: Hello, message: StatusRequest, now: float) -> list[Effect]:
+        status = self._sequencer.figures.status(now)
+        status.checkpoint, status.progress = self._checkpoints.latest, self._progress
+        if self._progress is not None:  # time goes on, even if no step does
+            status.seconds = max(status.seconds, now - self._progress_since)
+        return [ToLauncher(status)]
+
+    # Ends of workers.
+
+    def _worker_left(self, sender: Hello, message: Leave, now: float) -> list[Effect]:
+        """It says so itself."""
+        stops = self._ends.left(sender.rank, message)
+        effects = self._sequencer.left(sender.rank, sender.incarnation, message.reason, now)
+        return [*effects, *self._checkpoints.left(sender.rank), *stops]
+
+    def _worker_ended(self, sender: Hello, message: Gone, now: float) -> list[Effect]:
+        """Its process has, says the launcher."""
+        gone = self._ends.gone(message)
+        effects: list[Effect] = []
+        if message.reason != "finished":
+            effects.append(Write({"t": now, "kind": "fault", "worker": message.worker, "cause": message.cause}))
+        effects += self._sequencer.left(message.worker, message.incarnation, message.reason, now)
+        effects += self._checkpoints.left(message.worker)
+        # Others go on without it by this word only (`collectives/quorum.py`): one that has only left the servers may still
+        # take part in their steps.
+        others = [rank for rank in range(self._sequencer.plan.size) if rank not in gone]
+        return [*effects, *(ToWorker(rank, Departed(worker=message.worker, ended=True)) for rank in others)]
 
     # Time.
 
     def next_deadline(self) -> float | None:
         """When `tick` is due."""
-        host = self._job.hosts.next_deadline()
-        return min((*self._job.wakes[:1], *(() if host is None else (host,))), default=None)
+        host = self._hosts.next_deadline() if self._hosts.any else None
+        return min((*self._wakes[:1], *(() if host is None else (host,))), default=None)
 
-    def tick(self, now: float) -> list[LoopEffect]:
+    def tick(self, now: float) -> list[Effect]:
         """All messages that have come were handled: timers that are due, hosts that are overdue."""
-        effects = self._job.wake(now)
-        for host in self._job.hosts.overdue(now):
-            for rank in host.ranks if self._job.has_launcher else ():
-                effects.append(ToLauncher(Gone(worker=rank, incarnation=0, reason="lost", cause=host.cause)))
-        self._job.record.flush()
-        return effects + self._job.report_record_loss()
+        due = False
+        while self._wakes and self._wakes[0] <= now:
+            heapq.heappop(self._wakes)
+            due = True
+        effects = self._carry_out(self._sequencer.tick(now)) if due else []
+        hosts = self._hosts.overdue(now) if self._hosts.any else []
+        return effects + self._carry_out([*hosts, *self._record.flush()])
 
     # The end.
+
+    def _end_early(self, sender: Hello, message: Stop, now: float) -> list[Effect]:
+        self._sequencer.ends_early()
+        return [StopJob(message.cause, over=False)]
+
+    def _all_ended(self, sender: Hello, message: Finish, now: float) -> list[Effect]:
+        """Save the values at the end, when the job ended well or a checkpoint is wanted all the same."""
+        self._finish, self._checkpoints.failure = message, ""
+        effects = self._checkpoints.end()
+        held = any(clock.has_values for clock in self._sequencer.clocks.values())
+        if self._checkpoints.directory is None or not held or (message.exit_status and not message.save):
+            return effects
+        last = self._sequencer.checkpoints.now() if message.save else self._sequencer.checkpoints.at_the_end()
+        if last is None or not self._checkpoints.lacks(last):
+            return effects
+        return [*effects, ToShards(Save(name=last.name)), last]
 
     @property
     def is_done(self) -> bool:
         """Has the launcher ended the job, and is the last checkpoint written?"""
-        return self._job.finish is not None and not self._job.checkpoints.pending
+        return self._finish is not None and not self._checkpoints.pending
 
-    def end(self, now: float, divergence: float, device: dict[str, Any] | None = None) -> list[LoopEffect]:
+    def end(self, now: float, divergence: float, device: dict[str, Any] | None = None) -> list[Effect]:
         """The job is over: finish the record. `divergence`: of the workers' gradients, over the job; `device`: what this
         server has to say of the device that its values are on."""
-        finish, unsaved = self._job.finish, self._job.checkpoints.failure
+        finish, unsaved = self._finish, self._checkpoints.failure
         assert finish is not None
-        effects, alone = self._watch_budget(0), self._job.alone
-        if len(alone) > 1 and not self._sequencer.clocks:  # nothing was exchanged: a model each
+        sequencer, alone = self._sequencer, self._ends.alone
+        effects: list[Effect] = [Tell(text) for text in sequencer.budget.warnings(at_the_end=True)]
+        if len(alone) > 1 and not sequencer.clocks:  # nothing was exchanged: a model each
             who = f"each of {counted(len(alone), 'worker')} has"
-            effects += self._job.tell(f"warning: {trained_alone(who, max(alone.values()))}")
-        if unsaved and not self._job.go_on_unsaved:
-            finish = Finish(exit_status=finish.exit_status or 1, cause=finish.cause or unsaved)
-        progress = msgspec.structs.asdict(self._job.progress) if self._job.progress is not None else None
-        summary = self._sequencer.figures.summary(now) | {"spread": divergence, "progress": progress, **(device or {})}
-        if self._job.record:
-            self._job.record.close(self._meta(finish, summary))
-            effects += self._job.report_record_loss()
-        effects.append(ToServers(Stopped(cause="the job has ended")))
-        if self._job.has_launcher:
-            latest, paces = self._job.checkpoints.latest, self._sequencer.paces.as_rows()
-            effects.append(ToLauncher(Finished(summary=summary, checkpoint=latest, cause=unsaved, paces=paces)))
-        return [*effects, EndLoop()]
-
-    def _meta(self, finish: Finish, summary: dict[str, Any]) -> dict[str, Any]:
-        """The content of meta.json, in which the figures of single workers stand beside those of the job."""
-        meta = {
-            **self._facts,
-            "start": self._started,
-            "end": time.time(),
-            "exit_status": finish.exit_status,
-            "cause": finish.cause,
-            "throughput": summary["samples_per_second"],
-            "efficiency": summary["efficiency"],
-            "diverged": summary["diverged"],
-            "workers": summary["workers"],
-            "job": {name: value for name, value in summary.items() if name != "workers"},
-        }
-        if (
-            any(clock.optimizer_spec.apply not in ("peers", "mean") for clock in self._sequencer.clocks.values())
-            and "options" in meta
-        ):
-            meta["options"] = meta["options"] | {"via": "ps"}  # a script may have asked for servers
-        return meta
+            effects.append(Tell(f"warning: {trained_alone(who, max(alone.values()))}"))
+        exit_status, cause = finish.exit_status, finish.cause
+        if unsaved and not self._go_on_unsaved:
+            exit_status, cause = exit_status or 1, cause or unsaved
+        progress = msgspec.structs.asdict(self._progress) if self._progress is not None else None
+        summary = sequencer.figures.summary(now) | {"spread": divergence, "progress": progress, **(device or {})}
+        if self._record.is_written:
+            facts = self._facts
+            if any(clock.optimizer_spec.apply not in ("peers", "mean") for clock in sequencer.clocks.values()):
+                # A script may have asked for servers.
+                facts = facts | ({"options": facts["options"] | {"via": "ps"}} if "options" in facts else {})
+            ended = {"start": self._started, "end": time.time(), "exit_status": exit_status, "cause": cause}
+            effects += self._record.close(meta_of({**facts, **ended}, summary))
+        finished = Finished(
+            summary=summary, checkpoint=self._checkpoints.latest, cause=unsaved, paces=sequencer.paces.as_rows()
+        )
+        return self._carry_out([*effects, ToServers(Stopped(cause="the job has ended")), ToLauncher(finished), EndLoop()])
 
     def close(self) -> None:
-        self._job.record.abandon()
+        self._record.abandon()
+
+
+def meta_of(facts: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    """The content of meta.json, in which the figures of single workers stand beside those of the job."""
+    return {
+        **facts,
+        "throughput": summary["samples_per_second"],
+        "efficiency": summary["efficiency"],
+        "diverged": summary["diverged"],
+        "workers": summary["workers"],
+        "job": {name: value for name, value in summary.items() if name != "workers"},
+    }
 
 
 def manifest_of(spec: OptimizerSpec) -> str:
@@ -520,10 +444,3 @@ def manifest_of(spec: OptimizerSpec) -> str:
     ]
     described["tables"] = [msgspec.structs.asdict(info) for info in spec.tables]
     return json.dumps(described)
-
-
-def _check_sender(sender: Hello, message: AnyMessage, number: int) -> None:
-    """A worker and a shard speak for themselves."""
-    if number != sender.rank:
-        who = "worker" if sender.role == "worker" else "shard"
-        raise PeerError(f"{type(message).__name__} for {who} {number} came from {describe(sender)}")

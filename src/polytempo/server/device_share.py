@@ -24,7 +24,7 @@ from polytempo.device.exchange_fences import ANSWERED, PUSHED
 from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.messages import ShareDevice
-from polytempo.server.pull_compression import Flats
+from polytempo.server.optimizer_state import Flats
 from polytempo.transport.channel import Bytes
 
 #: Exchanges whose fences are remembered: the last ones, for answers that are given again.

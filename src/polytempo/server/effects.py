@@ -1,7 +1,8 @@
-"""Effects: what the decisions of a server ask for, as values. The I/O loop carries them out, in order.
+"""Effects: what a server's decisions ask for, as values. Decisions return them in order and do nothing themselves.
 
-The sequencer returns `Effect`s. The coordinator keeps to itself those that concern the record, timers and checkpoints, and
-passes the rest on to the I/O loop as `LoopEffect`s, together with its own.
+sequencer, checkpoints, hosts, messages' handlers  ->  `Coordinator` carries out those of the record, timers, checkpoints
+                                                       and of what the user is told; it returns the rest
+the rest, and those of a shard's inbox             ->  the I/O loop sends them
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from polytempo.protocol.messages import AnyMessage, NormTotal, Push
 from polytempo.protocol.values import PushId
 from polytempo.records.lines import RecordLine
 from polytempo.transport.channel import Bytes
+
+# What the I/O loop sends.
 
 
 @dataclass(frozen=True)
@@ -33,61 +36,6 @@ class ToWorker:
     buffers: Sequence[Bytes] = ()
 
 
-# Of the sequencer, for the coordinator.
-
-
-@dataclass(frozen=True)
-class Write:
-    """Append this line to the record."""
-
-    line: RecordLine
-
-
-@dataclass(frozen=True)
-class WakeAt:
-    """Call `tick` at this moment."""
-
-    at: float
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """All shards save at this position of the log; when they have, this manifest makes it a checkpoint."""
-
-    name: str
-    manifest: dict[str, Any]
-    told: tuple[int, ...] = ()  #: workers that will hear of it, and give what their scripts have registered
-    due: Mapping[int, int] = field(default_factory=dict)  #: of those that are past it when they hear: their last push in it
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Tell the user, in one line."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class StopJob:
-    """The job ends early, for this cause."""
-
-    cause: str
-
-
-@dataclass(frozen=True)
-class Diverged:
-    """The training has diverged: tell the user, or end the job, as was asked for."""
-
-    trouble: str
-    advice: str
-
-
-Effect = ToShards | ToWorker | Write | WakeAt | Checkpoint | Tell | StopJob | Diverged
-
-
-# Of the coordinator and of the shard's inbox, for the I/O loop.
-
-
 @dataclass(frozen=True)
 class ToServers:
     """Send a message to all other servers."""
@@ -97,7 +45,7 @@ class ToServers:
 
 @dataclass(frozen=True)
 class ToLauncher:
-    """Send a message to the launcher."""
+    """Send a message to the launcher, if it is connected."""
 
     message: AnyMessage
 
@@ -129,6 +77,9 @@ class EndLoop:
     """Leave the I/O loop: the job is over."""
 
 
+# What a shard's inbox has to say to the coordinator.
+
+
 @dataclass(frozen=True)
 class PushArrived:
     """This shard has received a push in full: tell the coordinator."""
@@ -143,6 +94,69 @@ class ReportHold:
     id: PushId
 
 
-LoopEffect = (
-    ToShards | ToWorker | ToServers | ToLauncher | ToAgent | ShareNorm | StopWorkers | EndLoop | PushArrived | ReportHold
+# What the coordinator carries out.
+
+
+@dataclass(frozen=True)
+class Write:
+    """Append this line to the record."""
+
+    line: RecordLine
+
+
+@dataclass(frozen=True)
+class WakeAt:
+    """Call `Sequencer.tick` at this moment."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All shards save at this position of the log; when they have, this manifest makes it a checkpoint."""
+
+    name: str
+    manifest: dict[str, Any]
+    told: tuple[int, ...] = ()  #: workers that will hear of it, and give what their scripts have registered
+    due: Mapping[int, int] = field(default_factory=dict)  #: of those that are past it when they hear: their last push in it
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """A checkpoint could not be written: go on without it, or end the job, as was asked for."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """The training has diverged: tell the user, or end the job, as was asked for."""
+
+    trouble: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell the user, in one line; before the launcher is there, it is kept for it. `about`: what the line is of, as
+    `protocol/messages.py:Notice` says it."""
+
+    text: str
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class StopJob:
+    """The job ends early, for this cause. `over=False`: the launcher, where there is one, will send Finish after the last
+    checkpoint."""
+
+    cause: str
+    over: bool = True
+
+
+Effect = (
+    (ToShards | ToWorker | ToServers | ToLauncher | ToAgent | ShareNorm | StopWorkers | EndLoop)
+    | (PushArrived | ReportHold)
+    | (Write | WakeAt | Checkpoint | Unsaved | Diverged | Tell | StopJob)
 )

@@ -59,7 +59,7 @@ from polytempo.protocol.push import (
 )
 from polytempo.protocol.values import BufferRange, Keys, OptimizerSpec, PushId
 from polytempo.server.device_share import DeviceShare, FenceWatch, open_share
-from polytempo.server.effects import LoopEffect, PushArrived, ReportHold, ToWorker
+from polytempo.server.effects import Effect, PushArrived, ReportHold, ToWorker
 from polytempo.server.optimizer_state import as_bytes, as_tensor, unpack
 from polytempo.server.shard import PushBuffer, Shard
 from polytempo.server.shard_executor import EndShares, KeepHere, PullHere, ShardExecutor, WorkerReply
@@ -79,7 +79,7 @@ KEY_CACHE_BYTES = 64 << 20
 ReceiptKey = tuple[str, str, int]
 #: (optimizer, worker, incarnation, bucket)
 PartialKey = tuple[str, int, int, int]
-InboxHandler = Callable[[Hello, Any, list[Bytes]], list[LoopEffect]]
+InboxHandler = Callable[[Hello, Any, list[Bytes]], list[Effect]]
 
 
 class Receipts:
@@ -239,7 +239,7 @@ class ShardInbox:
     """Handles what workers send to one shard, and feeds the shard executor."""
 
     def __init__(self, executor: ShardExecutor) -> None:
-        self._executor = executor
+        self._executor, self._state = executor, executor.state
         self._arrived: dict[PushId, tuple[Push, list[PushBuffer]]] = {}
         self._pending: dict[PushId, tuple[Push, list[PushBuffer]]] = {}  # their fences are not reached yet
         self._watch: FenceWatch[PushId] = FenceWatch(executor.wake_up.ring)
@@ -263,12 +263,12 @@ class ShardInbox:
 
     # Messages of workers.
 
-    def _partial_push(self, sender: Hello, partial: PartialPush, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _partial_push(self, sender: Hello, partial: PartialPush, buffers: list[Bytes]) -> list[Effect]:
         _check_pusher(sender, partial.id)
         self._partial.keep(partial, buffers)
         return []
 
-    def _push(self, sender: Hello, push: Push, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _push(self, sender: Hello, push: Push, buffers: list[Bytes]) -> list[Effect]:
         _check_pusher(sender, push.id)
         check_push(push)
         key = "push", push.id.optimizer_id, push.id.step
@@ -286,7 +286,7 @@ class ShardInbox:
         self._arrived[push.id] = push, whole
         return [PushArrived(push)]
 
-    def _await(self, push: Push, fence: int, whole: list[PushBuffer]) -> list[LoopEffect]:
+    def _await(self, push: Push, fence: int, whole: list[PushBuffer]) -> list[Effect]:
         """A push with a fence: it has arrived once that is reached."""
         share = self._share_of(push.id)
         share.expect(push.id.step, fence)
@@ -296,22 +296,23 @@ class ShardInbox:
         self._watch.add(push.id, partial(share.pushed, fence))
         return []
 
-    def _complete(self, identity: PushId) -> list[LoopEffect]:
+    def _complete(self, identity: PushId) -> list[Effect]:
         if identity not in self._pending:
             return []
         push, whole = self._pending.pop(identity)
         self._arrived[identity] = push, whole
         return [PushArrived(push)]
 
-    def completed(self) -> list[LoopEffect]:
+    def completed(self) -> list[Effect]:
         """Pushes whose fences have been reached since the last call have arrived."""
-        return [effect for identity in self._watch.take() for effect in self._complete(identity)]
+        reached = self._watch.take() if self._pending else ()
+        return [effect for identity in reached for effect in self._complete(identity)]
 
-    def _share(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _share(self, sender: Hello, message: ShareDevice, buffers: list[Bytes]) -> list[Effect]:
         """Map a worker's device memory, or say why not: its pushes come in buffers then."""
         told = DeviceShared(optimizer_id=message.optimizer_id, shard=self._executor.shard)
         shard, key = (
-            self._executor.optimizer_shards.get(message.optimizer_id),
+            self._state.optimizer_shards.get(message.optimizer_id),
             (message.optimizer_id, sender.rank, sender.incarnation),
         )
         try:
@@ -321,22 +322,22 @@ class ShardInbox:
                 raise PeerError(f"the values of server {told.shard} are in the memory of the CPU")
             if reason := shard.needs_buffers:
                 raise PeerError(f"{reason} needs pushes and answers in host memory")
-            if key in self._executor.shares:
+            if key in self._state.shares:
                 raise PeerError(f"worker {sender.rank} shares device memory for this optimizer already")
-            self._executor.shares[key] = open_share(message, buffers, shard.device, shard.layout, told.shard)
+            self._state.shares[key] = open_share(message, buffers, shard.device, shard.cut.layout, told.shard)
         except PeerError as error:
             told.refusal = str(error)
         return [ToWorker(sender.rank, told)]
 
     def _share_of(self, push: PushId) -> DeviceShare:
-        share = self._executor.shares.get((push.optimizer_id, push.worker, push.incarnation))
+        share = self._state.shares.get((push.optimizer_id, push.worker, push.incarnation))
         if share is None:
             raise PeerError(f"a push was refused: its worker {push.worker} shares no device memory with this server")
         return share
 
     def _whole(self, push: Push, buffers: list[Bytes]) -> list[PushBuffer] | None:
         """A push as the shard wants it; refused when it does not fit, None when a bucket was lost on the way."""
-        shard = self._executor.optimizer_shards.get(push.id.optimizer_id)
+        shard = self._state.optimizer_shards.get(push.id.optimizer_id)
         match push.body:
             case FirstValues():
                 pass
@@ -367,7 +368,7 @@ class ShardInbox:
         # What is not of tables is where its worker has put it, or is put together from what came.
         whole: Sequence[PushBuffer] | None
         if not content.fence:
-            whole = self._partial.assemble(push, content, shard.unfiltered(buffers), shard.expected)
+            whole = self._partial.assemble(push, content, shard.unfiltered(buffers), shard.cut.nbytes)
         elif buffers:
             raise PeerError(f"a push was refused: {len(buffers)} buffers came with one that has a fence, expected none")
         else:
@@ -384,7 +385,7 @@ class ShardInbox:
             check_hyper(content, spec)
             self._hyper[optimizer_id] = content.hyper
 
-    def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[LoopEffect]:
+    def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[Effect]:
         """What became of what a worker has sent; and for which ranks it waits, if the policy holds it."""
         state, place = self._receipts.state(sender.rank, sender.incarnation, key)
         told = ToWorker(sender.rank, StatusReply(what=key[0], optimizer_id=key[1], number=key[2], state=state, place=place))
@@ -392,8 +393,8 @@ class ShardInbox:
             return [ReportHold(PushId(key[1], sender.rank, sender.incarnation, key[2])), told]
         return [told]
 
-    def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[LoopEffect]:
-        shard = self._executor.optimizer_shards.get(pull.optimizer_id)
+    def _pull(self, sender: Hello, pull: Pull, buffers: list[Bytes]) -> list[Effect]:
+        shard = self._state.optimizer_shards.get(pull.optimizer_id)
         if shard is None:
             raise PeerError(f"a pull was refused: there is no optimizer {pull.optimizer_id[:40]!r} yet")
         if pull.span is None and (pull.what != "rows" or bool(buffers) == bool(pull.keys and pull.keys.known)):
@@ -407,7 +408,7 @@ class ShardInbox:
         self._executor.put(PullHere(sender.rank, pull, ids[0] if ids else None), {})
         return []
 
-    def _keep(self, sender: Hello, keep: Keep, buffers: list[Bytes]) -> list[LoopEffect]:
+    def _keep(self, sender: Hello, keep: Keep, buffers: list[Bytes]) -> list[Effect]:
         check_keep(keep, unpack(keep.state, buffers))
         self._executor.put(KeepHere(sender.rank, keep, buffers), {})
         return []
@@ -450,8 +451,8 @@ class ShardInbox:
                     self._executor.put(entry, {entry.id: self._arrived.pop(entry.id)})
                 case Drop():  # a push is not applied; its answer shall still bring the rows it wanted
                     push, buffers = self._arrived.pop(entry.id, (None, []))
-                    shard = self._executor.optimizer_shards.get(entry.id.optimizer_id)
-                    if push is not None and shard is not None and shard.rows and isinstance(push.body, Content):
+                    shard = self._state.optimizer_shards.get(entry.id.optimizer_id)
+                    if push is not None and shard is not None and shard.rows.tables and isinstance(push.body, Content):
                         self._executor.put(entry, {entry.id: (push, buffers)})
                 case ForgetWorker():
                     self._forget(entry)
@@ -475,7 +476,7 @@ class ShardInbox:
         """A worker's connection has ended: what it was writing is not complete, and its memory is not used any more."""
         for identity in self._drop_pending(sender.rank, sender.incarnation):
             self._receipts.lost(sender.rank, sender.incarnation, ("push", identity.optimizer_id, identity.step))
-        if any(key[1] == sender.rank for key in list(self._executor.shares)):
+        if any(key[1] == sender.rank for key in list(self._state.shares)):
             self._executor.put(EndShares(sender.rank, sender.incarnation), {})
 
     def _drop_pending(self, worker: int, incarnation: int) -> list[PushId]:
@@ -490,8 +491,8 @@ class ShardInbox:
         self._watch.close()
         self._pending.clear()
         self._arrived.clear()
-        self._executor.release()
-        self._executor.shares.clear()
+        self._state.release()
+        self._state.shares.clear()
 
     def _forget(self, entry: ForgetWorker) -> None:
         """A worker has left. Those of its pushes that were counted are still to come in the log; the entry names them."""

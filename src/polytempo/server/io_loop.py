@@ -39,11 +39,10 @@ from polytempo.protocol.messages import (
     encode,
 )
 from polytempo.records.lines import MAIN
-from polytempo.server.coordinated_job import describe
 from polytempo.server.coordinator import Coordinator
 from polytempo.server.effects import (
+    Effect,
     EndLoop,
-    LoopEffect,
     PushArrived,
     ReportHold,
     ShareNorm,
@@ -56,7 +55,7 @@ from polytempo.server.effects import (
 )
 from polytempo.server.inbox import ShardInbox
 from polytempo.server.shard_executor import ShardExecutor, WorkerReply
-from polytempo.server.validation import check_hello
+from polytempo.server.validation import check_hello, describe
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, Peer, Poller, Received
 from polytempo.transport.keys import Credentials
 
@@ -163,9 +162,8 @@ class IoLoop:
             now = time.monotonic()
             self._perform(self._coordinator.tick(now))
             if self._coordinator.is_done:
-                self._perform(
-                    self._coordinator.end(now, self.executor.settled_divergence(MAIN), self.executor.device_facts())
-                )
+                held = self.executor.state
+                self._perform(self._coordinator.end(now, held.settled_divergence(MAIN), held.device_facts()))
             self._deliver()  # entries that were appended just now may be carried out already
 
     # Connections.
@@ -314,7 +312,7 @@ class IoLoop:
 
     # Effects.
 
-    def _perform(self, effects: Sequence[LoopEffect]) -> None:
+    def _perform(self, effects: Sequence[Effect]) -> None:
         """Carry out effects; entries of the log go last, together."""
         entries: list[LogEntry] = []
         for effect in effects:
@@ -331,7 +329,7 @@ class IoLoop:
                     if peer is not None:
                         peer.send(encode(effect.message), effect.buffers)
                     if isinstance(effect.message, Refused):
-                        self.executor.release(effect.worker)  # it will not be answered
+                        self.executor.state.release(effect.worker)  # it will not be answered
                 case ReportHold():
                     if self._coordinator is not None:
                         self._perform(self._coordinator.report_hold(effect.id))
@@ -348,7 +346,7 @@ class IoLoop:
                 case StopWorkers():
                     for peer in self._connections.workers.values():
                         peer.send(encode(Stopped(cause=effect.cause)))
-                    self.executor.release()
+                    self.executor.state.release()
                 case EndLoop():
                     self._over = True
         if entries:
@@ -371,7 +369,7 @@ class IoLoop:
             peer.send(header)
 
     def _stop(self, cause: str) -> None:
-        own: list[LoopEffect] = [StopWorkers(cause), EndLoop()]
+        own: list[Effect] = [StopWorkers(cause), EndLoop()]
         self._perform(own if self._coordinator is None else self._coordinator.stop(cause))
 
     def facts(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a job has done so far: for checkpoints, the display and meta.json.
 
 WorkerStatistics    what each worker did, counted as it happens
+JobBudget           what is used up, and whether workers are to stop
 DivergenceGuard     gives the rule (`sync/divergence.py`) what workers have seen of their steps; the first divergence is
                     one effect, `Diverged`: the coordinator tells the user, or ends the job
 CheckpointContents  the manifest of a checkpoint of this moment
@@ -9,6 +10,7 @@ JobFigures          status and summary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,7 @@ from polytempo.protocol.push import Measures, PushedChange, PushedValues
 from polytempo.protocol.training_troubles import Circumstances, diverged, not_finite
 from polytempo.records.lines import MAIN, MEAN
 from polytempo.server.effects import Checkpoint, Diverged
-from polytempo.server.job_plan import JobBudget, JobPlan
+from polytempo.server.job_plan import JobPlan, Limits
 from polytempo.server.optimizer_clock import OptimizerClock
 from polytempo.server.resume_rules import proposal_of
 from polytempo.server.sample_ledger import SampleLedger
@@ -68,7 +70,8 @@ class WorkerStatistics:
         measures = push.measures
         self.computing_s += sign * measures.computed
         self.exchanging_s += sign * measures.exchanging(waited=0.0)
-        self.bytes_sent, self.bytes_received = push.sent, push.received
+        self.bytes_sent = push.sent
+        self.bytes_received = push.received
         if not counts:
             return
         self.steps += sign * measures.count
@@ -158,6 +161,114 @@ class WorkerStatistics:
             "staleness_mean": self.staleness_sum / max(self.pushes, 1),
             "staleness_max": self.staleness_max,
         }
+
+
+#: Further answers that are certain not to say `stop`, at most: without a budget, and with one.
+ALWAYS, KNOWN = 1 << 20, 64
+
+
+def certain_answers(left: Limits, members: int, rounds: bool, largest: tuple[int, float]) -> int:
+    """For how many further answers of a worker, beyond the one that is given, the budget lasts.
+
+    In rounds of single steps, under a budget of steps, the members make one step each between two answers, so the number is
+    known. Otherwise other workers may use up the budget meanwhile: then it is one answer, while there is enough left for
+    all members to push twice more; seconds are never known, so it is one as well. What was promised is kept
+    (`OptimizerClock.reply`): if the budget is used up all the same, the worker stops one answer later.
+
+    Args:
+        left: Of the budget.
+        members: Workers whose pushes are counted, at most.
+        rounds: Does every member push once before each answer?
+        largest: The most steps and samples that a push has had.
+    """
+    if not left.any:
+        return ALWAYS
+    count, samples = largest
+    if rounds and count == 1 and min(left.samples, left.seconds) == math.inf:
+        return min(KNOWN, math.ceil(left.steps / members) - 1)
+    return 1 if left.steps > 2 * members * count and left.samples > 2 * members * samples else 0
+
+
+#: A script that never asks `should_stop` is warned when each worker is this many steps beyond the budget, or at the end.
+UNHEEDED_STEPS = 4
+
+
+class JobBudget:
+    """What of the budget is used up, and whether workers are to stop. It counts the main optimizer's pushes."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self.steps = int(plan.resumed.get("steps", 0))
+        self.samples = float(plan.resumed.get("samples", 0))
+        self.started: float | None = None  #: when the first step was released
+        self.stopping = False  #: the budget is used up; it stays so
+        self._limits = plan.limits
+        self._limited = plan.limits.any
+        self._size = plan.size
+        self._largest = 1, 0.0  # steps and samples of a push
+        self.unknown = False  #: are samples limited, and has neither script nor sampler said how many a step had?
+        self._beyond = 0  # steps that came after the budget was used up
+        self._asked = False  # has any worker asked whether to stop?
+        self._said: set[str] = set()  # what the user is warned of
+
+    def begin(self, now: float) -> None:
+        """A step is released; the first starts the job's seconds."""
+        if self.started is None:
+            self.started = now
+
+    def count(self, push: Push, sign: int = 1, dealt: bool = False) -> None:
+        """A push was counted (or, with sign -1, refused after all). `dealt`: the mode deals out batches, and weighs a push
+        by its samples."""
+        measures = push.measures
+        self._beyond += sign * measures.count * self.stopping
+        self._asked |= push.asked
+        self.unknown |= measures.size is None and not dealt and measures.samples > 0 and self._limits.samples < math.inf
+        self._largest = max(self._largest[0], measures.count), max(self._largest[1], measures.taken)
+        self.steps += sign * measures.count
+        self.samples += sign * measures.taken
+
+    def discard(self, measures: Measures) -> None:
+        self.steps -= measures.count
+        self.samples -= measures.taken
+
+    def check(self, now: float) -> None:
+        """Decide whether to stop."""
+        if self._limited and not self.stopping and self.used(now) >= 1:
+            self.stopping = True
+
+    def certain(self, rounds: bool) -> int:
+        """For how many further answers of a worker it is certain to last."""
+        if self.stopping or self.steps >= self._limits.steps or self.samples >= self._limits.samples:
+            return 0
+        left = Limits(self._limits.steps - self.steps, self._limits.samples - self.samples, self._limits.seconds)
+        return certain_answers(left, self._size, rounds, self._largest)
+
+    def seconds(self, now: float) -> float:
+        """Since the first step was released."""
+        return now - self.started if self.started is not None else 0.0
+
+    def used(self, now: float) -> float:
+        return self._limits.used(self.steps, self.samples, self.seconds(now))
+
+    def unheeded(self) -> int:
+        """Steps beyond the budget, where no worker ever asks whether to stop."""
+        return 0 if self._asked else self._beyond
+
+    def warnings(self, at_the_end: bool = False) -> list[str]:
+        """What the user is to be warned of, once each: steps count as samples, or the script goes on beyond the budget."""
+        found = []
+        if self.unknown:
+            found.append(
+                "warning: --samples counts each step as one sample: step() was not told how many it had, and no sampler of "
+                "polytempo drew them; call step(samples=len(x)), or use pt.DistributedSampler"
+            )
+        if self.unheeded() > (0 if at_the_end else UNHEEDED_STEPS * self._size):
+            found.append(
+                "warning: the job's budget is used up and its workers go on: the script never asks pt.should_stop(); "
+                "end its loop with `if pt.should_stop(): break`"
+            )
+        new = [text for text in found if text not in self._said]
+        self._said.update(new)
+        return new
 
 
 def sum_up(statistics: list[WorkerStatistics], now: float, started: float | None) -> dict[str, Any]:
@@ -250,10 +361,18 @@ class CheckpointContents:
     """The name and the manifest of a checkpoint of this moment: what it must hold beside the tensors."""
 
     def __init__(
-        self, plan: JobPlan, clocks: dict[str, OptimizerClock], statistics: list[WorkerStatistics], budget: JobBudget
+        self,
+        plan: JobPlan,
+        clocks: dict[str, OptimizerClock],
+        statistics: list[WorkerStatistics],
+        budget: JobBudget,
+        ledger: SampleLedger,
     ) -> None:
-        self._plan, self._clocks, self._statistics, self._budget = plan, clocks, statistics, budget
-        self.ledger = SampleLedger(plan.size, plan.resumed.get("positions", []))
+        self._plan = plan
+        self._clocks = clocks
+        self._statistics = statistics
+        self._budget = budget
+        self._ledger = ledger
         self._lost_before: set[int] | None = None  # workers that were lost before the job was told to end
 
     def at(self, step: int, pushes: int) -> Checkpoint:
@@ -292,7 +411,7 @@ class CheckpointContents:
             "size": self._plan.size,
             "sync": self._plan.sync,
             "clocks": {str(worker): clock for worker, clock in clocks.items()},
-            "positions": self.ledger.parts({push.id.worker for push in pending if push.measures.positions}, self._lost()),
+            "positions": self._ledger.parts({push.id.worker for push in pending if push.measures.positions}, self._lost()),
             "tracks": tracks,
         }
 
@@ -315,7 +434,10 @@ class JobFigures:
         budget: JobBudget,
         guard: DivergenceGuard,
     ) -> None:
-        self._clocks, self._statistics, self._budget, self._guard = clocks, statistics, budget, guard
+        self._clocks = clocks
+        self._statistics = statistics
+        self._budget = budget
+        self._guard = guard
 
     def status(self, now: float) -> Status:
         budget = self._budget

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from polytempo.errors import UsageError
@@ -19,11 +20,11 @@ from polytempo.protocol.push import NewState, NewValues
 from polytempo.protocol.training_troubles import EarlyEnds
 from polytempo.protocol.values import ClosedRound, OptimizerSpec, PushId, UpdatePart, beside
 from polytempo.records.lines import MAIN, MEAN, RecordLine
-from polytempo.server.job_plan import JobBudget, JobPlan
-from polytempo.sync.actions import Apply, Release
+from polytempo.server.job_plan import JobPlan
+from polytempo.sync.actions import Apply, Discard, Release
 from polytempo.sync.capabilities import PushedWork
-from polytempo.sync.corrections import Corrections, MeanStaleness, Verdict
-from polytempo.sync.events import HyperItems, Pushed
+from polytempo.sync.corrections import MeanStaleness
+from polytempo.sync.events import HyperItems
 from polytempo.sync.policy import Policy
 from polytempo.sync.spec import Spec
 
@@ -101,28 +102,32 @@ class OptimizerClock:
     spec: Spec
     policy: Policy
     first: int  #: the worker that registered it first
-    seeded: bool = False
-    version: int = 0
-    place: int = 0  # of the last answer in the log
-    slots: dict[int, WorkerSlot] = field(default_factory=dict)
-    restored: dict[str, float] = field(default_factory=dict)  # what its policy has learned in an earlier job
-    early: list[int] = field(default_factory=list)  # registered before there were values to start from
-    wakes: list[float] = field(default_factory=list)
-    corrections: Corrections = field(default_factory=Corrections)
-    made: StepsMade = field(init=False)
-    early_ends: EarlyEnds = field(default_factory=EarlyEnds)
-    first_step: int = 0  #: of the job: steps that an earlier one has made
-    _loaded: dict[tuple[type, int], bytes] = field(default_factory=dict)  # what the first to give it gave as its n-th
-    _mean: MeanStaleness = field(default_factory=MeanStaleness)
-    _hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
-    _closed: ClosedRound | None = None  # the last round, in modes with deadlines
-    _groups: dict[tuple[int, ...], int] = field(default_factory=dict)  # numbers of the sets of workers that made rounds
-    _counted: dict[int, tuple[Pushed, Push]] = field(default_factory=dict)  # by id() of the event
+    seeded: bool
+    first_step: int  #: of the job: steps that an earlier one has made
+    version: int = field(default=0, init=False)
+    place: int = field(default=0, init=False)  # of the last answer in the log
+    slots: dict[int, WorkerSlot] = field(default_factory=dict, init=False)
+    restored: dict[str, float] = field(default_factory=dict, init=False)  # what its policy has learned in an earlier job
+    early: list[int] = field(default_factory=list, init=False)  # registered before there were values to start from
+    wakes: list[float] = field(default_factory=list, init=False)
+    early_ends: EarlyEnds = field(default_factory=EarlyEnds, init=False)
 
     def __post_init__(self) -> None:
+        self._loaded: dict[tuple[type, int], bytes] = {}  # what the first to give it gave as its n-th
+        self._mean = MeanStaleness()
+        self._hyper: tuple[Sequence[dict[str, Any]], HyperItems] = ((), ())  # of the last push: they seldom change
+        self._closed: ClosedRound | None = None  # the last round, in modes with deadlines
+        self._groups: dict[tuple[int, ...], int] = {}  # numbers of the sets of workers that made rounds
+        self._counted: dict[int, Push] = {}  # handed to the policy and not yet given back, by `Pushed.number`
+        self._numbers = count(1)
         #: Is it the first of its workers, the main one or one beside it? Its steps are what these workers are seen to do.
         self.is_first = beside(self.name) == MAIN
         self.made = StepsMade(self.first_step, self.spec.capabilities.rounds)
+        self.corrections = self.spec.corrections
+        self._corrects = self.corrections.any
+        #: Is it a trouble when workers have no more data while others go on? Not in modes that deal batches out by speed,
+        #: nor where no worker waits for another.
+        self.ends_together = self.is_first and self.spec.capabilities.common and not self.spec.capabilities.by_speed
         #: Does every member push one step before each answer?
         self.in_step = self.spec.capabilities.common and self.spec.capabilities.work is PushedWork.BATCH
 
@@ -168,18 +173,18 @@ class OptimizerClock:
         """A line of the record names its optimizer, unless that is the first."""
         return line if self.is_main else {**line, "optimizer": self.name}
 
-    def verdict(self, action: Apply) -> Verdict:
-        """What becomes of an update, given how stale its push is. Modes with corrections apply single pushes."""
-        if not self.corrections.any:
-            return Verdict(1.0)
-        head = self._counted[id(action.pushes[0])][1]
-        return self.corrections.verdict(max(self.version - head.version - head.own, 0))
+    def corrected(self, action: Apply) -> Apply | Discard:
+        """An update, given how stale its push is. Modes with corrections apply single pushes."""
+        if not self._corrects:
+            return action
+        head = self._counted[action.pushes[0].number]
+        return self.corrections.corrected(action, max(self.version - head.version - head.own, 0))
 
-    def update(self, action: Apply, factor: float = 1.0) -> tuple[Update, list[int]]:
+    def update(self, action: Apply) -> tuple[Update, list[int]]:
         """The log's entry for an update, and how stale each part of it is."""
         parts, staleness, hypers = [], [], []
         for index, push in enumerate(action.pushes):
-            head = self._counted.pop(id(push))[1]
+            head = self._counted.pop(push.number)
             samples = head.measures.samples
             parts.append(UpdatePart(head.id, action.weights[index] if action.weights else samples))
             hypers.append(head.made.hyper if samples else ())
@@ -197,7 +202,7 @@ class OptimizerClock:
             optimizer_id=self.name,
             version=self.version,
             parts=tuple(parts),
-            rate=action.rate * factor,
+            rate=action.rate,
             barrier=self.spec.capabilities.rounds,
             divisor=action.divisor,
         )
@@ -205,12 +210,11 @@ class OptimizerClock:
             update.mean_staleness = self._mean.add(staleness[0])
         return update, staleness
 
-    def reply(self, release: Release, budget: JobBudget, now: float) -> Reply:
+    def reply(self, release: Release, now: float, stopping: bool, certain: int) -> Reply:
         """The log's entry for a release: the answer to the worker's last push. What earlier answers promised is kept."""
         slot = self.slots[release.worker]
         slot.waited, slot.held_at = (now - slot.held_at if slot.held_at is not None else 0.0), None
-        slot.answered, slot.release, slot.stop = slot.exchange, release, budget.stopping and not slot.certain
-        certain = budget.certain(self.is_main and self.in_step) if slot.fenced else 0
+        slot.answered, slot.release, slot.stop = slot.exchange, release, stopping and not slot.certain
         slot.certain = max(slot.certain - 1, certain)
         reply = self.answer(release.worker, slot.exchange)
         if self.spec.capabilities.early:
@@ -265,26 +269,27 @@ class OptimizerClock:
             self._hyper = groups, hyper_of(groups)
         return self._hyper[1]
 
-    def count(self, event: Pushed, push: Push) -> None:
-        """A push is handed to the policy, which will give back this very event."""
-        self._counted[id(event)] = event, push
+    def count(self, push: Push) -> int:
+        """A push will be handed to the policy: its number there."""
+        number = next(self._numbers)
+        self._counted[number] = push
+        return number
 
     def drop(self, worker: int, step: int) -> Push:
         """Forget a push that was discarded or refused: the one of the worker's present life."""
         incarnation = self.slots[worker].incarnation
         wanted = PushId(self.name, worker, incarnation, step)
-        key = next(key for key, (_, push) in self._counted.items() if push.id == wanted)
-        return self._counted.pop(key)[1]
+        return self._counted.pop(next(number for number, push in self._counted.items() if push.id == wanted))
 
     def heads(self, action: Apply) -> list[Push]:
-        return [self._counted[id(push)][1] for push in action.pushes]
+        return [self._counted[push.number] for push in action.pushes]
 
     def pending(self) -> list[Push]:
         """Pushes that are counted and still to be applied: of a round that is not complete."""
-        return [push for _, push in self._counted.values()]
+        return list(self._counted.values())
 
     def counted_of(self, worker: int) -> list[PushId]:
-        return [push.id for _, push in self._counted.values() if push.id.worker == worker]
+        return [push.id for push in self._counted.values() if push.id.worker == worker]
 
 
 def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobPlan) -> OptimizerClock:
@@ -301,9 +306,7 @@ def open_clock(name: str, worker: int, optimizer_spec: OptimizerSpec, plan: JobP
     if not name.endswith(MEAN):
         policy.begin_at(plan.first_push)
     seeded = optimizer_spec.apply == "mean" or name.endswith(MEAN)
-    return OptimizerClock(
-        *(name, optimizer_spec, spec, policy, worker, seeded), corrections=spec.corrections, first_step=plan.first_step
-    )
+    return OptimizerClock(name, optimizer_spec, spec, policy, worker, seeded, plan.first_step)
 
 
 def disagreement(clock: OptimizerClock, worker: int, optimizer_spec: OptimizerSpec) -> str:

@@ -1,5 +1,5 @@
-"""The optimizers that servers run: which classes, and their state, cut along runs: how it is described, sent, saved, cut
-anew and put together.
+"""The optimizers that servers run: which classes, how they run on flat values, and their state, cut along runs: how it is
+described, sent, saved, cut anew and put together.
 
 A class of `torch.optim` is named, never sent: only names in a table are built. Element-wise classes treat every element by
 itself, so a server may run them on any stretch of a flat tensor. Adafactor and Muon look at whole matrices and get whole
@@ -12,7 +12,9 @@ for one parameter: tensors with an element for each of the run's, and single num
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +24,12 @@ import torch
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.optim.asup import AsuP
+from polytempo.protocol.layout import Stretch, TensorPlace, lay_out
+from polytempo.protocol.values import OptimizerSpec
 from polytempo.transport.channel import Bytes
 
+#: One flat tensor for each dtype.
+Flats = dict[str, torch.Tensor]
 StateTensors = dict[str, Any]
 #: The "dtype" of a run that is no stretch: it holds what rules keep beside the rows of tables.
 OF_TABLES = "tables"
@@ -262,3 +268,175 @@ def place_scalars(optimizer: torch.optim.Optimizer, place: torch.device) -> None
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != wanted:
                     state[name] = value.to(wanted)
+
+
+class ShardCut:
+    """What of a model is on one shard, and where that is in the flat order of the whole model."""
+
+    def __init__(self, spec: OptimizerSpec, shard: int, shards: int) -> None:
+        tensors = () if spec.apply == "peers" else spec.tensors
+        self.whole = is_whole(spec.optimizer)
+        self.layout = lay_out(tensors, shards, self.whole)
+        self.stretches: tuple[Stretch, ...] = self.layout.shards[shard]
+        self.nbytes = [stretch.nbytes for stretch in self.stretches]
+        self._start = {stretch.dtype: stretch.start for stretch in self.stretches}
+        #: Parts of tensors that are here, in elements of this shard's flat tensor.
+        self.pieces: list[tuple[TensorPlace, int, int]] = []
+        for place in self.layout.places:
+            for own in [own for own in self.stretches if own.dtype == place.info.dtype]:
+                start, stop = max(place.start, own.start), min(place.stop, own.stop)
+                if start < stop:
+                    self.pieces.append((place, start - own.start, stop - own.start))
+        # Whole tensors are dealt out to the shards, so that their order there is another one.
+        self._canonical = {place.index: place.start for place in lay_out(tensors, 1).places} if self.whole else None
+
+    def shift(self, dtype: str, start: int) -> int:
+        """From this shard's elements to the flat order of the whole model, for the segment that starts here."""
+        if self._canonical is None:
+            return self._start[dtype]
+        place = next(p for p, first, _ in self.pieces if p.info.dtype == dtype and first == start)
+        return self._canonical[place.index] - start
+
+    def in_model(self, flats: Flats) -> list[tuple[str, int, torch.Tensor]]:
+        """Stretches of the flat order of the whole model: dtype, where it starts, the elements."""
+        if self._canonical is None:
+            return [(s.dtype, s.start, flats[s.dtype]) for s in self.stretches if s.size]
+        return [(p.info.dtype, self._canonical[p.index], flats[p.info.dtype][a:b]) for p, a, b in self.pieces]
+
+    def of_model(self, flats: Flats) -> list[torch.Tensor]:
+        """This shard's values, out of the flat order of the whole model."""
+        if self._canonical is None:
+            return [flats[s.dtype][s.start : s.stop] for s in self.stretches]
+        mine = {s.dtype: torch.empty(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
+        for place, start, stop in self.pieces:
+            source = self._canonical[place.index]
+            mine[place.info.dtype][start:stop] = flats[place.info.dtype][source : source + stop - start]
+        return [mine[s.dtype] for s in self.stretches]
+
+
+@dataclass(eq=False)
+class FlatSegment:
+    """Elements `start` to `stop` of this shard's flat tensor, updated together."""
+
+    dtype: str
+    group: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    param: torch.nn.Parameter
+
+    def of(self, flats: Flats) -> torch.Tensor:
+        flat = flats[self.dtype]
+        view = flat if self.stop - self.start == flat.numel() else flat[self.start : self.stop]
+        return view.view(self.shape) if self.shape else view
+
+
+class SegmentedOptimizer:
+    """An optimizer of torch on the flat values of one shard.
+
+    It runs on *segments*: at first one for each group and dtype, so that a step is one call however many tensors the model
+    has. When a parameter has no gradient in an update, plain PyTorch leaves it and its state alone; its segment is then
+    split, state and all, and that part is left alone, too.
+    """
+
+    def __init__(self, spec: OptimizerSpec, cut: ShardCut, flats: Flats, alone: bool) -> None:
+        self._cut = cut
+        self._flats = flats
+        self._place = next(iter(flats.values())).device
+        self._alone = alone  # the only worker is promised plain PyTorch's bits
+        self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
+        self.segments: list[FlatSegment] = []
+        for place, start, stop in cut.pieces:
+            last = self.segments[-1] if self.segments else None
+            if not cut.whole and last and (last.dtype, last.group) == (place.info.dtype, place.info.group):
+                last.stop = stop
+            else:
+                shape = tuple(place.info.shape) if cut.whole else ()
+                param = torch.nn.Parameter(torch.empty(0))
+                self.segments.append(FlatSegment(place.info.dtype, place.info.group, start, stop, shape, param))
+        for segment in self.segments:
+            segment.param = torch.nn.Parameter(segment.of(flats))
+        of_group = [[r.param for r in self.segments if r.group == group] for group in range(len(spec.groups))]
+        self.inner = build(spec.optimizer, spec.groups, of_group)
+        # Without torch's wrappers, which import its compiler in the first step (1.4 s, in which all workers wait).
+        self._plain_step = inspect.unwrap(type(self.inner).step)
+
+    def attach(self, flats: Flats) -> None:
+        """The values are in other memory now."""
+        self._flats = flats
+        for segment in self.segments:
+            segment.param.data = segment.of(flats)
+
+    def step(self, mean: Flats, hyper: Sequence[dict[str, Any]], rate: float, absent: frozenset[int]) -> None:
+        without = [(p.info.dtype, a, b) for p, a, b in self._cut.pieces if p.index in absent] if absent else []
+        for dtype, start, stop in without:
+            self._split(dtype, start)
+            self._split(dtype, stop)
+        if hyper != self._hyper:
+            for group, values in zip(self.inner.param_groups, hyper, strict=True):
+                group.update(settle(values, self.inner, self._alone, self._place.type == "cuda"))
+            place_scalars(self.inner, self._place)
+            self._hyper = hyper
+        for group, values in zip(self.inner.param_groups, hyper, strict=True):
+            group["lr"] = values["lr"] * rate
+        # Fused SGD wants momentum for all runs or for none; split runs may begin at different steps.
+        if len(self.segments) > 1 and isinstance(self.inner, torch.optim.SGD):
+            for group in self.inner.param_groups:
+                if group["fused"] and group["momentum"]:
+                    have = {"momentum_buffer" in self.inner.state.get(param, {}) for param in group["params"]}
+                    if len(have) > 1:
+                        group["fused"], self._hyper = False, ()
+        for segment in self.segments:
+            left_alone = any(d == segment.dtype and a <= segment.start and segment.stop <= b for d, a, b in without)
+            segment.param.grad = None if left_alone else segment.of(mean)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            self._plain_step(self.inner)
+        for segment in self.segments:
+            segment.param.grad = None
+
+    def _split(self, dtype: str, at: int) -> None:
+        segment = next((r for r in self.segments if r.dtype == dtype and r.start < at < r.stop), None)
+        if segment is None:
+            return
+        whole = SegmentState(dtype, segment.start, segment.stop, dict(self.inner.state.pop(segment.param, {})))
+        rest = FlatSegment(dtype, segment.group, at, segment.stop, (), torch.nn.Parameter(torch.empty(0)))
+        old, segment.stop = segment.param, at
+        params = self.inner.param_groups[segment.group]["params"]
+        place = next(index for index, param in enumerate(params) if param is old)
+        for part in (segment, rest):
+            part.param = torch.nn.Parameter(part.of(self._flats))
+            if whole.state:
+                self.inner.state[part.param] = whole.part(part.start, part.stop)
+        params[place : place + 1] = [segment.param, rest.param]
+        self.segments.insert(self.segments.index(segment) + 1, rest)
+
+    def state(self) -> list[SegmentState]:
+        """In the flat order of the whole model, not copied."""
+        shifts = [self._cut.shift(r.dtype, r.start) for r in self.segments]
+        return [
+            SegmentState(r.dtype, r.start + by, r.stop + by, dict(self.inner.state.get(r.param, {})))
+            for r, by in zip(self.segments, shifts, strict=True)
+        ]
+
+    def load_state(self, segments: Sequence[SegmentState]) -> None:
+        """Take the state from runs that may be cut in another way."""
+        if not self._cut.whole:
+            for source in segments:
+                by = self._cut.shift(source.dtype, source.start)
+                self._split(source.dtype, source.start - by)
+                self._split(source.dtype, source.stop - by)
+        for segment in self.segments:
+            by = self._cut.shift(segment.dtype, segment.start)
+            start, stop = segment.start + by, segment.stop + by
+            touching = find(segments, segment.dtype, start, stop)
+            self.inner.state.pop(segment.param, None)
+            if touching and touching[0].state:
+                state = touching[0].part(start, stop)
+                self.inner.state[segment.param] = {name: self._fit(value, segment) for name, value in state.items()}
+        place_scalars(self.inner, self._place)
+
+    def _fit(self, value: Any, segment: FlatSegment) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        fits = value.numel() == segment.stop - segment.start
+        return value.to(self._place).reshape(segment.param.shape) if fits else value.to(self._place)

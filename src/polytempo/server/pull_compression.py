@@ -15,10 +15,8 @@ import torch
 
 from polytempo.compression.chain import ChainSpec
 from polytempo.protocol.layout import Stretch
-from polytempo.server.optimizer_state import as_bytes, as_tensor
+from polytempo.server.optimizer_state import Flats, as_bytes, as_tensor
 from polytempo.transport.channel import Bytes
-
-Flats = dict[str, torch.Tensor]
 
 
 class PullCompression:
@@ -31,9 +29,7 @@ class PullCompression:
         self._said: dict[int, dict[int, list[Bytes]]] = {}  # worker: exchange: what it may ask for again
 
     def say(self, worker: int, exchange: int, values: Flats) -> list[Bytes] | None:
-        """An answer's buffers; None where all values must be sent as they are: without a filter, and at first."""
-        if self.chain.is_lossless:
-            return None
+        """An answer's buffers; None where all values must be sent as they are: at first."""
         if exchange < 0 or worker not in self._shadows:
             self._shadows[worker] = {dtype: flat.clone() for dtype, flat in values.items()}
             self._said[worker] = {}

@@ -5,9 +5,9 @@ and returns effects: entries of the log that every shard carries out, messages t
 
     PolicyRunner        the only one to feed the policies; their actions become effects
     SampleLedger        which samples are leased to whom, and which are trained on (`server/sample_ledger.py`)
-    JobBudget           what is used up, and whether workers are to stop (`server/job_plan.py`)
-    CheckpointContents  what a checkpoint of this moment holds; JobFigures: status and summary; DivergenceGuard: whether the
-                        training has diverged, as pushes show (`server/job_figures.py`)
+    JobBudget           what is used up, and whether workers are to stop; CheckpointContents: what a checkpoint of this
+                        moment holds; JobFigures: status and summary; DivergenceGuard: whether the training has diverged,
+                        as pushes show (`server/job_figures.py`)
 
 A push is counted when it has arrived at every shard (`docs/design/0003`), however often it was sent: its content is always
 the same. A repeat of a counted push changes nothing. An answer that was lost is given again, at a new place of the log, so
@@ -30,8 +30,8 @@ from polytempo.protocol.values import OptimizerSpec, PushId, beside
 from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
 from polytempo.records.step_figures import FigureLog
 from polytempo.server.effects import Effect, StopJob, Tell, ToShards, ToWorker, WakeAt, Write
-from polytempo.server.job_figures import CheckpointContents, DivergenceGuard, JobFigures, WorkerStatistics
-from polytempo.server.job_plan import JobBudget, JobPlan
+from polytempo.server.job_figures import CheckpointContents, DivergenceGuard, JobBudget, JobFigures, WorkerStatistics
+from polytempo.server.job_plan import JobPlan
 from polytempo.server.optimizer_clock import OptimizerClock, WorkerSlot, disagreement, open_clock
 from polytempo.server.resume_rules import holding_in, holding_of, resumption
 from polytempo.server.sample_ledger import SampleLedger
@@ -62,16 +62,11 @@ class PolicyRunner:
         ledger: SampleLedger,
         paces: FigureLog,
     ) -> None:
-        self._plan, self._statistics, self._budget, self._ledger, self._paces = plan, statistics, budget, ledger, paces
-        self._handlers: dict[type, Callable[[OptimizerClock, Any, float], list[Effect]]] = {
-            Apply: self._apply,
-            Release: self._release,
-            Hold: self._hold,
-            Discard: self._discard,
-            Refuse: self._refuse,
-            Wake: self._wake,
-            Admit: self._admit,
-        }
+        self._plan = plan
+        self._statistics = statistics
+        self._budget = budget
+        self._ledger = ledger
+        self._paces = paces
 
     def feed(self, clock: OptimizerClock, event: Event, now: float, figures: RecordLine | None = None) -> list[Effect]:
         """Give the policy an event; what its actions and the record ask for. `figures`: more for the event's line."""
@@ -84,16 +79,34 @@ class PolicyRunner:
         last = {action.worker: action.step for action in actions if isinstance(action, Release)}
         for action in actions:
             effects += self._written(clock, action_line, action, now)
-            if isinstance(action, Release) and last[action.worker] != action.step:
-                continue  # several steps at once are one answer
-            effects += self._handlers[type(action)](clock, action, now)
+            match action:
+                case Apply():
+                    effects += self._apply(clock, action, now)
+                case Release(worker=worker, step=step):
+                    if last[worker] == step:  # several steps at once are one answer
+                        effects += self._release(clock, action, now)
+                case Hold():
+                    effects.append(self._hold(clock, action, now))
+                case Discard():
+                    effects += self._discard(clock, action)
+                case Refuse(worker=worker, step=step, reason=reason):
+                    push = clock.drop(worker, step)
+                    self.tally(clock, push, -1)
+                    effects += [ToShards(Drop(id=push.id)), ToWorker(worker, Refused(reason=reason, differs=True))]
+                case Wake(at=at):
+                    clock.wakes.append(at)
+                    effects.append(WakeAt(at))
+                case Admit(worker=worker, step=step):
+                    slot = clock.slots[worker]  # the exchange before this step counts as made, and is to be answered
+                    slot.exchange, slot.answered = step - 1, step - 2
+                    clock.made.enter(worker)
         return effects
 
     def tally(self, clock: OptimizerClock, push: Push, sign: int = 1) -> None:
         """A push was counted (or, with sign -1, refused after all)."""
         if clock.is_main:
             self._budget.count(push, sign, clock.spec.capabilities.by_speed)
-            if sign > 0:
+            if sign > 0 and push.measures.positions:
                 self._ledger.counted(push)
         clock.made.count(push.id.worker, sign * push.measures.count)
         if clock.is_first:
@@ -106,15 +119,14 @@ class PolicyRunner:
         return [] if line is None else [Write(clock.mark(line))]
 
     def _apply(self, clock: OptimizerClock, action: Apply, now: float) -> list[Effect]:
-        verdict = clock.verdict(action)
-        if verdict.drop:
-            push = action.pushes[0]
-            discard = Discard(push.worker, push.step, verdict.drop)
-            return self._written(clock, action_line, discard, now) + self._discard(clock, discard, now)
+        corrected = clock.corrected(action)
+        if isinstance(corrected, Discard):
+            return [*self._written(clock, action_line, corrected, now), *self._discard(clock, corrected)]
         heads = clock.heads(action)
-        self._ledger.applied(heads)
+        if any(head.measures.positions for head in heads):
+            self._ledger.applied(heads)
         clock.made.close(heads)
-        update, staleness = clock.update(action, verdict.rate)
+        update, staleness = clock.update(corrected)
         if clock.is_main:
             for push, stale in zip(action.pushes, staleness, strict=True):
                 self._statistics[push.worker].stale(stale)
@@ -128,38 +140,25 @@ class PolicyRunner:
             self._paces.released(action.worker, now)
         if clock.is_first:
             self._statistics[action.worker].released(action.step, now)
-        return [ToShards(clock.reply(action, self._budget, now))]
+        fenced, budget = clock.slots[action.worker].fenced, self._budget
+        certain = budget.certain(clock.is_main and clock.in_step) if fenced else 0
+        return [ToShards(clock.reply(action, now, budget.stopping, certain))]
 
-    def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> list[Effect]:
+    def _hold(self, clock: OptimizerClock, action: Hold, now: float) -> ToWorker:
         slot = clock.slots[action.worker]
         if not slot.busy:
             if clock.is_first:
                 self._statistics[action.worker].held(now, action.waiting_for)
             slot.held_at = now if slot.held_at is None else slot.held_at
-        return [held_message(clock, slot, action)]
+        return held_message(clock, slot, action)
 
-    def _discard(self, clock: OptimizerClock, action: Discard, now: float) -> list[Effect]:
+    def _discard(self, clock: OptimizerClock, action: Discard) -> list[Effect]:
         push = clock.drop(action.worker, action.step)
         self._ledger.discarded(push)
         if clock.is_main:
             self._statistics[action.worker].discard(push.measures)
             self._budget.discard(push.measures)
         return [ToShards(Drop(id=push.id))]
-
-    def _refuse(self, clock: OptimizerClock, action: Refuse, now: float) -> list[Effect]:
-        push = clock.drop(action.worker, action.step)
-        self.tally(clock, push, -1)
-        return [ToShards(Drop(id=push.id)), ToWorker(action.worker, Refused(reason=action.reason, differs=True))]
-
-    def _wake(self, clock: OptimizerClock, action: Wake, now: float) -> list[Effect]:
-        clock.wakes.append(action.at)
-        return [WakeAt(action.at)]
-
-    def _admit(self, clock: OptimizerClock, action: Admit, now: float) -> list[Effect]:
-        slot = clock.slots[action.worker]  # the exchange before this step counts as made, and is to be answered
-        slot.exchange, slot.answered = action.step - 1, action.step - 2
-        clock.made.enter(action.worker)
-        return []
 
 
 class Sequencer:
@@ -170,15 +169,16 @@ class Sequencer:
         self.clocks: dict[str, OptimizerClock] = {}
         self.statistics = [WorkerStatistics(worker) for worker in range(plan.size)]
         self.budget = JobBudget(plan)
-        self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget)
-        self.ledger = self.checkpoints.ledger
+        self.ledger = SampleLedger(plan.size, plan.resumed.get("positions", []))
+        self.checkpoints = CheckpointContents(plan, self.clocks, self.statistics, self.budget, self.ledger)
         self.guard = DivergenceGuard(plan.size, self.statistics)
         self.figures = JobFigures(self.clocks, self.statistics, self.budget, self.guard)
         self._arrivals: dict[PushId, PushArrival] = {}  # pushes that are at some shards and not yet at all
         self._incarnations: dict[int, int] = {}  # the present one of each worker
         self.paces = FigureLog(plan.size)  #: how long each worker's steps took, for the report at the end
         self._runner = PolicyRunner(plan, self.statistics, self.budget, self.ledger, self.paces)
-        self._saved_at, self._looked_at = plan.first_step, plan.first_push
+        self._saved_at = plan.first_step
+        self._looked_at = plan.first_push
         self._ending = False  # the job is told to end early
 
     # Members.
@@ -275,7 +275,7 @@ class Sequencer:
             if reason == "finished" and worker in clock.policy.members:
                 clock.early_ends.finished(worker, clock.policy.progress.pushed[worker])
             effects += self._runner.feed(clock, Left(worker, reason), now)
-            effects += left_behind(clock, self.plan)
+            effects += left_behind(clock)
             clock.slots.pop(worker, None)
             clock.made.leave(worker)
             if clock.optimizer_spec.apply == "peers" and not lost:
@@ -326,7 +326,7 @@ class Sequencer:
         if push.id.step <= slot.exchange:
             held = push.id.step == slot.exchange and slot.answered < slot.exchange  # its release will be the answer
             return [] if held else [ToShards(clock.answer(worker, push.id.step))]
-        if wrong := trouble(push.measures.fields, clock.spec.mode.measures):
+        if push.measures.fields is not None and (wrong := trouble(push.measures.fields, clock.spec.mode.measures)):
             return [*self._drop(push.id), refusal(worker, f"a push was refused: it measures {wrong}")]
         if clock.spec.capabilities.ahead and push.id.step > slot.exchange + 1:
             slot.ahead[push.id.step] = push  # one before it was lost on the way, and will be sent again
@@ -340,7 +340,7 @@ class Sequencer:
         worker, made, measures = push.id.worker, push.made, push.measures
         content = made if isinstance(made, Content) else None
         hyper = clock.hyper((*made.hyper, *content.rules) if content is not None else made.hyper)
-        event = Pushed(worker, push.id.step, measures.samples, hyper)
+        event = Pushed(worker, push.id.step, measures.samples, hyper, number=clock.count(push))
         if clock.spec.capabilities.by_speed:
             event.measured = Measured(None, None, measures.work, measures.computed, measures.drawn)
         elif measures.loss is not None or measures.lr is not None:
@@ -350,7 +350,6 @@ class Sequencer:
         if clock.spec.capabilities.averages or clock.spec.capabilities.by_speed:
             event.count = measures.count
         figures = push_figures(measures, slot.waited) if self.plan.recorded else None
-        clock.count(event, push)
         before, slot.exchange = slot.exchange, push.id.step
         slot.fenced, slot.busy = content is not None and content.fence > 0, measures.busy
         self._runner.tally(clock, push)
@@ -368,11 +367,12 @@ class Sequencer:
             return [ToShards(Drop(id=push.id)), refusal(worker, str(error))]
 
     def _troubles(self, clock: OptimizerClock, push: Push) -> list[Effect]:
-        steps = self.plan.first_step + self.statistics[push.id.worker].steps - 1
+        steps = clock.first_step + self.statistics[push.id.worker].steps - 1
         count = push.measures.count
-        clock.early_ends.pushed(push.id.worker, push.id.step, count)
+        if clock.ends_together:
+            clock.early_ends.pushed(push.id.worker, push.id.step, count)
         diverged = self.guard.pushed(clock, push, push.id.step if count == 1 else steps)
-        return [*diverged, *left_behind(clock, self.plan)]
+        return [*diverged, *left_behind(clock)]
 
     def _drop(self, identity: PushId) -> list[Effect]:
         """Drop a push of an unknown worker, or a duplicate, unless it repeats one that is still to be applied."""
@@ -452,12 +452,9 @@ class Sequencer:
         return effects
 
 
-def left_behind(clock: OptimizerClock, plan: JobPlan) -> list[Effect]:
-    """Tell the user, once, of workers that have no more data while others go on; in modes that deal batches out by speed,
-    and where no worker waits for another, that is as it should be."""
-    if not clock.spec.capabilities.common or clock.spec.capabilities.by_speed or not clock.is_first:
-        return []
-    said = clock.early_ends.left_behind(plan.first_step, clock.slots)
+def left_behind(clock: OptimizerClock) -> list[Effect]:
+    """Tell the user, once, of workers that have no more data while others go on."""
+    said = clock.early_ends.left_behind(clock.first_step, clock.slots) if clock.ends_together else ""
     return [Tell(said)] if said else []
 
 

@@ -1,11 +1,12 @@
 """A shard's part of one optimizer: values, optimizer state, version.
 
-**Segments.** Values stand in one flat tensor a dtype. The optimizer runs on *segments* of it: at first one for each group
-and dtype, so that a step is one call however many tensors the model has. When a parameter has no gradient in an update,
-plain PyTorch leaves it and its state alone; its segment is then split, state and all, and that part is left alone, too.
+Values stand in one flat tensor a dtype; the optimizer runs on segments of it (`server/optimizer_state.py`).
 
-**Memory.** Values are sent from where they lie, and where memory is shared, read there. An update that comes while they are
-still being read goes to a copy. Pushes are read where they lie, too, and never written: they may be a worker's own memory.
+**Memory.** `HostValues` are in the CPU's memory: they are sent from where they lie, and where memory is shared, read there.
+An update that comes while they are still being read goes to a copy. `DeviceValues` are on a GPU, always at the same place:
+what is sent is a copy in host memory, one for each state of the values however many workers get it; a push that comes in
+host memory is copied to the device. Workers that share device memory with the server need neither
+(`server/device_share.py`). Pushes are read where they lie, too, and never written: they may be a worker's own memory.
 
 **Stale gradients.** What of `sync/corrections.py` needs tensors or hyper-parameters is carried out here. Delay compensation
 needs the values that a worker computed its gradient on: they are kept for each worker from the moment they are sent until it
@@ -15,16 +16,15 @@ the servers) is not compensated, once; the mean of squares of the adaptive form 
 **Divergence.** The first shard measures how far the workers' gradients are apart, in a window of every `EVERY` updates, so
 that it costs next to nothing. On a GPU the host hears of a window when it is over.
 
-**On a GPU** (`server/value_memory.py`) all runs on the current stream, and the host waits for it only where an update needs
+**On a GPU** all runs on the current stream, and the host waits for it only where an update needs
 a number: with `clip_norm`, for ASGD's own, after a window of divergence, and for copies to and from host memory.
 """
 
 from __future__ import annotations
 
-import inspect
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -35,32 +35,168 @@ from polytempo.device.device import Device
 from polytempo.errors import PeerError
 from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.several_workers import GradientDivergence
-from polytempo.protocol.layout import Stretch, TensorPlace, lay_out
+from polytempo.protocol.layout import Stretch
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import Content, PushedChange, PushedValues, StepReport
 from polytempo.protocol.training_troubles import InPlaceChanges
 from polytempo.protocol.values import OptimizerSpec, Share
 from polytempo.server.optimizer_state import (
     OF_TABLES,
+    Flats,
+    SegmentedOptimizer,
     SegmentState,
+    ShardCut,
     as_bytes,
     as_tensor,
-    build,
     digest_of_bytes,
-    find,
     is_same,
-    is_whole,
-    place_scalars,
-    settle,
 )
-from polytempo.server.pull_compression import Flats, PullCompression
+from polytempo.server.pull_compression import PullCompression
 from polytempo.server.shard_tables import ShardTables
-from polytempo.server.value_memory import DeviceValues, HostValues, ValueMemory
 from polytempo.summation import in_order
 from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.corrections import Corrections
 from polytempo.transport.buffer_pool import Arena, Pool
 from polytempo.transport.channel import Bytes, OnSent
+
+
+class Loan:
+    """Counts how often one memory is out. It goes out in the executor's thread and comes back in the I/O loop's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def out(self) -> None:
+        with self._lock:
+            self.count += 1
+
+    def back(self) -> None:
+        with self._lock:
+            self.count -= 1
+
+
+#: Flat tensors in host memory, that memory, stretch by stretch, and how often it is out.
+LentFlats = tuple[Flats, list[Bytes], Loan]
+
+
+class ValueMemory(ABC):
+    """The values of one shard of one optimizer.
+
+    Attributes:
+        place: Where they are computed with.
+        flats: One flat tensor for each dtype.
+    """
+
+    place: torch.device
+    flats: Flats
+
+    def __init__(self, stretches: Sequence[Stretch], pool: Pool) -> None:
+        self._stretches, self._pool = stretches, pool
+        self._scratch: Flats | None = None
+
+    @abstractmethod
+    def lend(self) -> tuple[list[Bytes], OnSent]:
+        """The values in host memory, to be sent; call the second when they were."""
+
+    @abstractmethod
+    def own(self) -> bool:
+        """Values will change: what is still being read must not. Whether `flats` are other tensors now."""
+
+    @abstractmethod
+    def received(self, part: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of the update's part of this number, where they are computed with."""
+
+    def scratch(self) -> Flats:
+        """Memory for means, as large as the values."""
+        if self._scratch is None:
+            self._scratch = self._empty()
+        return self._scratch
+
+    def _empty(self) -> Flats:
+        return {s.dtype: torch.empty(s.size, dtype=getattr(torch, s.dtype), device=self.place) for s in self._stretches}
+
+    def _lendable(self) -> LentFlats:
+        memory = [self._pool.allocate(stretch.nbytes) for stretch in self._stretches]
+        return {s.dtype: as_tensor(data, s.dtype) for s, data in zip(self._stretches, memory, strict=True)}, memory, Loan()
+
+    def _collect(self) -> None:
+        if self._pool.registry is not None:
+            self._pool.registry.collect()
+
+
+class HostValues(ValueMemory):
+    """Values in the CPU's memory."""
+
+    def __init__(self, stretches: Sequence[Stretch], pool: Pool) -> None:
+        super().__init__(stretches, pool)
+        self.place = torch.device("cpu")
+        self._lent = self._lendable()
+        self.flats = self._lent[0]
+        self._earlier: list[LentFlats] = []  # replaced while they were still being read
+
+    def lend(self) -> tuple[list[Bytes], OnSent]:
+        _, memory, loan = self._lent
+        loan.out()
+        return memory, loan.back
+
+    def own(self) -> bool:
+        self._collect()
+        if not self._lent[2].count:
+            return False
+        free = next((index for index, (_, _, loan) in enumerate(self._earlier) if not loan.count), None)
+        new = self._lendable() if free is None else self._earlier.pop(free)
+        for dtype, flat in self.flats.items():
+            new[0][dtype].copy_(flat)
+        self._earlier.append(self._lent)
+        self._lent, self.flats = new, new[0]
+        return True
+
+    def received(self, part: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors
+
+
+class DeviceValues(ValueMemory):
+    """Values on a device."""
+
+    def __init__(self, stretches: Sequence[Stretch], pool: Pool, device: Device) -> None:
+        super().__init__(stretches, pool)
+        self.place, self._device = device.place, device
+        self.flats = {dtype: flat.zero_() for dtype, flat in self._empty().items()}
+        self._current: LentFlats | None = None  # what the values are now, in host memory
+        self._copies: list[LentFlats] = []
+        self._incoming: list[Flats] = []  # pushes that came in host memory, by their part of an update
+
+    def lend(self) -> tuple[list[Bytes], OnSent]:
+        if self._current is None:
+            self._collect()
+            copy = next((copy for copy in self._copies if not copy[2].count), None)
+            if copy is None:
+                copy = self._lendable()
+                self._copies.append(copy)
+                for buffer in copy[1]:
+                    self._device.pin(buffer)
+            for dtype, flat in self.flats.items():
+                copy[0][dtype].copy_(flat, non_blocking=True)
+            self._device.finish()
+            self._current = copy
+        _, memory, loan = self._current
+        loan.out()
+        return memory, loan.back
+
+    def own(self) -> bool:
+        self._current = None
+        return False
+
+    def received(self, part: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if all(tensor.device == self.place for tensor in tensors):
+            return tensors
+        while len(self._incoming) <= part:
+            self._incoming.append(self._empty())
+        here = list(self._incoming[part].values())
+        for target, tensor in zip(here, tensors, strict=True):
+            target.copy_(tensor)  # waits: the buffer is used again
+        return here
 
 
 class StalenessCorrection:
@@ -137,18 +273,6 @@ class DivergenceWatch:
 NormOf = Callable[[float], float]
 
 
-@dataclass(eq=False)
-class FlatSegment:
-    """Elements `start` to `stop` of this shard's flat tensor, updated together."""
-
-    dtype: str
-    group: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    param: torch.nn.Parameter
-
-
 #: Part of a push: in host memory, or on the device of the shard.
 PushBuffer: TypeAlias = "Bytes | torch.Tensor"
 #: A push of an update, its weight, and its buffers.
@@ -170,7 +294,6 @@ class Shard:
     ) -> None:
         self.optimizer_spec = optimizer_spec
         self.device = device  #: where the values are; None: in the CPU's memory
-        self._alone = alone  # the only worker is promised plain PyTorch's bits
         self._pool = pool or Pool()
         self.version = 0
         self.skipped = False
@@ -178,82 +301,40 @@ class Shard:
         self.absent: frozenset[int] = frozenset()  # no push of the last update had a gradient for these
         self.averages = optimizer_spec.apply == "mean"
         self.shares: tuple[Share, ...] = ()  # of workers in the last update
-        whole = is_whole(optimizer_spec.optimizer)
-        layout = lay_out(() if optimizer_spec.apply == "peers" else optimizer_spec.tensors, shards, whole)
-        self.layout = layout
-        self.stretches: tuple[Stretch, ...] = layout.shards[shard]
-        self.expected = [stretch.nbytes for stretch in self.stretches]
-        self._place = torch.device("cpu") if device is None else device.place
-        self._offset = {stretch.dtype: stretch.start for stretch in self.stretches}
+        self.cut = ShardCut(optimizer_spec, shard, shards)
+        self.stretches = self.cut.stretches
         self._memory: ValueMemory = (
             HostValues(self.stretches, self._pool) if device is None else DeviceValues(self.stretches, self._pool, device)
         )
-        self._pieces = [piece for place in layout.places for piece in self._piece_of(place)]
-        self._canonical = (
-            {place.index: place.start for place in lay_out(optimizer_spec.tensors, 1).places} if whole else None
-        )
-        self._hyper: Sequence[dict[str, Any]] = ()  # as they were set last
+        self.optimizer: SegmentedOptimizer | None = None
+        if optimizer_spec.apply == "server" and self.cut.pieces:
+            self.optimizer = SegmentedOptimizer(optimizer_spec, self.cut, self.values, alone)
         self.rows = ShardTables(optimizer_spec, shard, shards, arena or Arena(self._pool))
         capabilities = optimizer_spec.parsed.capabilities
         self.staleness_correction = StalenessCorrection(optimizer_spec.parsed.corrections)
-        self.in_place_changes = InPlaceChanges()
-        self._in_rounds, self._ahead = capabilities.common, capabilities.ahead
+        self._ahead = capabilities.ahead
+        self.in_place_changes = InPlaceChanges() if capabilities.common else None  # in rounds all must make the same
         self._has_deadlines = capabilities.work is PushedWork.DEADLINE
-        self._push_filter = parse_chain(optimizer_spec.push_filter)
+        # None where nothing is left out: then nothing is asked of a filter.
+        push_filter, pull_filter = parse_chain(optimizer_spec.push_filter), parse_chain(optimizer_spec.pull_filter)
+        self._push_filter = None if push_filter.is_lossless else push_filter
+        self.pull_compression = None
+        if not pull_filter.is_lossless:
+            self.pull_compression = PullCompression(pull_filter, self.stretches, self._ahead)
         self.divergence = DivergenceWatch(
             list(self.values.values()), active=shard == 0 and optimizer_spec.apply == "server" and not alone
         )
-        self.pull_compression = PullCompression(parse_chain(optimizer_spec.pull_filter), self.stretches, self._ahead)
-        self.segments: list[FlatSegment] = []
-        self._optimizer: torch.optim.Optimizer | None = None
-        if optimizer_spec.apply == "server":
-            self.segments = self._first_segments(whole)
-            of_group = [[r.param for r in self.segments if r.group == g] for g in range(len(optimizer_spec.groups))]
-            if self.segments:
-                self._optimizer = build(optimizer_spec.optimizer, optimizer_spec.groups, of_group)
-                # Without torch's wrappers, which import its compiler in the first step (1.4 s, in which all workers wait).
-                self._plain_step = inspect.unwrap(type(self._optimizer).step)
-
-    # Where everything lies.
 
     @property
     def values(self) -> Flats:
         return self._memory.flats
-
-    def _piece_of(self, place: TensorPlace) -> list[tuple[TensorPlace, int, int]]:
-        """The part of a tensor that is here, in elements of this shard's flat tensor."""
-        stretch = next((s for s in self.stretches if s.dtype == place.info.dtype), None)
-        if stretch is None:
-            return []
-        start, stop = max(place.start, stretch.start), min(place.stop, stretch.stop)
-        return [(place, start - stretch.start, stop - stretch.start)] if start < stop else []
-
-    def _first_segments(self, whole: bool) -> list[FlatSegment]:
-        segments: list[FlatSegment] = []
-        for place, start, stop in self._pieces:
-            last = segments[-1] if segments else None
-            if not whole and last and (last.dtype, last.group) == (place.info.dtype, place.info.group):
-                last.stop = stop
-            else:
-                shape = tuple(place.info.shape) if whole else ()
-                segments.append(
-                    FlatSegment(place.info.dtype, place.info.group, start, stop, shape, torch.nn.Parameter(torch.empty(0)))
-                )
-        for segment in segments:
-            segment.param = torch.nn.Parameter(self._view(self.values, segment))
-        return segments
-
-    def _view(self, flats: Flats, segment: FlatSegment) -> torch.Tensor:
-        flat = flats[segment.dtype]
-        view = flat if segment.stop - segment.start == flat.numel() else flat[segment.start : segment.stop]
-        return view.view(segment.shape) if segment.shape else view
 
     # Values in and out.
 
     @property
     def needs_buffers(self) -> str:
         """Why pushes and answers must come in host memory also where values are on a device; empty where they need not."""
-        if not (self._push_filter.is_lossless and self.pull_compression.chain.is_lossless):
+        if self._push_filter is not None or self.pull_compression is not None:
             return "compression"
         return "a mode with several pushes of a worker in flight" if self._ahead else ""
 
@@ -275,7 +356,7 @@ class Shard:
         if not same:
             self.seed(buffers)
             self.staleness_correction.given(worker, self.version, self.values)  # its next gradient is made on these
-        if self._in_rounds and (self.in_place_changes.any or not same):
+        if self.in_place_changes is not None and (self.in_place_changes.any or not same):
             self.in_place_changes.take(worker, touched, digest_of_bytes(buffers))
 
     def tensors_of(self, buffers: Sequence[PushBuffer]) -> list[torch.Tensor]:
@@ -285,7 +366,7 @@ class Shard:
 
     def unfiltered(self, buffers: Sequence[Bytes]) -> list[Bytes]:
         """A push as it was before its filter; refused when it cannot be one."""
-        if self._push_filter.is_lossless:
+        if self._push_filter is None:
             return list(buffers)
         each = self._push_filter.buffers
         if len(buffers) != each * len(self.stretches):
@@ -297,18 +378,18 @@ class Shard:
     def forget(self, worker: int) -> None:
         self.rows.forget(worker)
         self.staleness_correction.forget(worker)
-        self.pull_compression.forget(worker)
+        if self.pull_compression is not None:
+            self.pull_compression.forget(worker)
 
     def check(self, buffers: Sequence[PushBuffer]) -> None:
         got = [buffer.nbytes for buffer in buffers]
-        if got != self.expected:
-            raise PeerError(f"a push of {got} bytes came, this shard holds {self.expected}")
+        if got != self.cut.nbytes:
+            raise PeerError(f"a push of {got} bytes came, this shard holds {self.cut.nbytes}")
 
     def _own(self) -> None:
         """Before values change: what is still being read must not."""
-        if self._memory.own():
-            for segment in self.segments:
-                segment.param.data = self._view(self.values, segment)
+        if self._memory.own() and self.optimizer is not None:
+            self.optimizer.attach(self.values)
 
     # Updates.
 
@@ -334,7 +415,7 @@ class Shard:
             return
         parts = [part for part in parts if part[1] > 0]  # what weighs nothing may hold anything
         self.absent = frozenset.intersection(*(frozenset(push.made.absent) for push, _, _ in parts))
-        dense = len(self.stretches) if self.rows else None
+        dense = len(self.stretches) if self.rows.tables else None
         given = [
             (samples, self._memory.received(number, self.tensors_of(buffers[:dense])))
             for number, (_, samples, buffers) in enumerate(parts)
@@ -343,7 +424,7 @@ class Shard:
         mean = self._mean(given)
         if divisor:
             mean = self._scaled(mean, weight / divisor)
-        if self.rows:
+        if self.rows.tables:
             self.rows.update(
                 [(push, samples, in_host(buffers[dense:])) for push, samples, buffers in parts], rate, self.version
             )
@@ -359,13 +440,15 @@ class Shard:
             if self.optimizer_spec.clip_norm is not None and barrier:
                 mean = self._clipped(mean, self.optimizer_spec.clip_norm, total)
             mean = self.staleness_correction.gradient(first.id.worker, first.version, mean, self.values)
-            self._step(mean, self.staleness_correction.hyper(first.made.hyper, mean_staleness), rate, self.absent)
+            if self.optimizer is not None:
+                hyper = self.staleness_correction.hyper(first.made.hyper, mean_staleness)
+                self.optimizer.step(mean, hyper, rate, self.absent)
 
     def note(self, parts: Sequence[PartOfUpdate]) -> None:
         """Remember what the answers to these pushes shall bring."""
         for push, _, buffers in parts:
             content = push.body
-            if isinstance(content, Content) and (self.rows or not content.values):
+            if isinstance(content, Content) and (self.rows.tables or not content.values):
                 self.rows.note(push, content, in_host(buffers))
 
     def _mean(self, parts: Sequence[tuple[float, list[torch.Tensor]]]) -> Flats:
@@ -392,118 +475,23 @@ class Shard:
             torch.mul(flat, factor, out=result[dtype])
         return result
 
-    def _step(self, mean: Flats, hyper: Sequence[dict[str, Any]], rate: float, absent: frozenset[int]) -> None:
-        if self._optimizer is None:
-            return
-        without = [(p.info.dtype, a, b) for p, a, b in self._pieces if p.index in absent] if absent else []
-        for dtype, start, stop in without:
-            self._split(dtype, start)
-            self._split(dtype, stop)
-        if hyper != self._hyper:
-            for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
-                group.update(settle(values, self._optimizer, self._alone, self._place.type == "cuda"))
-            place_scalars(self._optimizer, self._place)
-            self._hyper = hyper
-        for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
-            group["lr"] = values["lr"] * rate
-        # Fused SGD wants momentum for all runs or for none; split runs may begin at different steps.
-        if len(self.segments) > 1 and isinstance(self._optimizer, torch.optim.SGD):
-            for group in self._optimizer.param_groups:
-                if group["fused"] and group["momentum"]:
-                    have = {"momentum_buffer" in self._optimizer.state.get(param, {}) for param in group["params"]}
-                    if len(have) > 1:
-                        group["fused"], self._hyper = False, ()
-        for segment in self.segments:
-            left_alone = any(d == segment.dtype and a <= segment.start and segment.stop <= b for d, a, b in without)
-            segment.param.grad = None if left_alone else self._view(mean, segment)
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            self._plain_step(self._optimizer)
-        for segment in self.segments:
-            segment.param.grad = None
-
-    # Runs are split; their state with them.
-
-    def _split(self, dtype: str, at: int) -> None:
-        segment = next((r for r in self.segments if r.dtype == dtype and r.start < at < r.stop), None)
-        if segment is None or self._optimizer is None:
-            return
-        whole = SegmentState(dtype, segment.start, segment.stop, dict(self._optimizer.state.pop(segment.param, {})))
-        rest = FlatSegment(dtype, segment.group, at, segment.stop, (), torch.nn.Parameter(torch.empty(0)))
-        old, segment.stop = segment.param, at
-        params = self._optimizer.param_groups[segment.group]["params"]
-        place = next(index for index, param in enumerate(params) if param is old)
-        for part in (segment, rest):
-            part.param = torch.nn.Parameter(self._view(self.values, part))
-            if whole.state:
-                self._optimizer.state[part.param] = whole.part(part.start, part.stop)
-        params[place : place + 1] = [segment.param, rest.param]
-        self.segments.insert(self.segments.index(segment) + 1, rest)
-
-    # State in and out, in the flat order of the whole model.
-
-    def _shift(self, segment: FlatSegment) -> int:
-        """From this shard's elements to the flat order of the whole model."""
-        if self._canonical is None:
-            return self._offset[segment.dtype]
-        place = next(p for p, start, _ in self._pieces if p.info.dtype == segment.dtype and start == segment.start)
-        return self._canonical[place.index] - segment.start
+    # State in and out.
 
     def saved_values(self) -> list[tuple[str, int, torch.Tensor]]:
         """The values, as stretches of the flat order of the whole model: dtype, where it starts, the elements."""
-        if self._canonical is None:
-            return [(s.dtype, s.start, self.values[s.dtype]) for s in self.stretches if s.size]
-        return [
-            (p.info.dtype, self._canonical[p.index], self.values[p.info.dtype][start:stop])
-            for p, start, stop in self._pieces
-        ]
-
-    def from_model(self, flats: Flats) -> list[torch.Tensor]:
-        """This shard's values, out of the flat order of the whole model."""
-        if self._canonical is None:
-            return [flats[s.dtype][s.start : s.stop] for s in self.stretches]
-        mine = {s.dtype: torch.empty(s.size, dtype=getattr(torch, s.dtype)) for s in self.stretches}
-        for place, start, stop in self._pieces:
-            source = self._canonical[place.index]
-            mine[place.info.dtype][start:stop] = flats[place.info.dtype][source : source + stop - start]
-        return [mine[s.dtype] for s in self.stretches]
+        return self.cut.in_model(self.values)
 
     def state(self) -> list[SegmentState]:
         """The optimizer's state, not copied."""
-        if self._optimizer is None:
-            return []
-        return [
-            SegmentState(
-                r.dtype, r.start + self._shift(r), r.stop + self._shift(r), dict(self._optimizer.state.get(r.param, {}))
-            )
-            for r in self.segments
-        ]
+        return self.optimizer.state() if self.optimizer is not None else []
 
     def load_state(self, segments: Sequence[SegmentState]) -> None:
         """Take the optimizer's state from runs that may be cut in another way; those of no dtype are of tables."""
         for source in segments:
             if source.dtype == OF_TABLES:
                 self.rows.load_state(source.state)
-        segments = [source for source in segments if source.dtype != OF_TABLES]
-        if self._optimizer is None:
-            return
-        if self._canonical is None:
-            for source in segments:
-                self._split(source.dtype, source.start - self._offset[source.dtype])
-                self._split(source.dtype, source.stop - self._offset[source.dtype])
-        for segment in self.segments:
-            start, stop = segment.start + self._shift(segment), segment.stop + self._shift(segment)
-            touching = find(segments, segment.dtype, start, stop)
-            self._optimizer.state.pop(segment.param, None)
-            if touching and touching[0].state:
-                state = touching[0].part(start, stop)
-                self._optimizer.state[segment.param] = {n: self._fit(v, segment) for n, v in state.items()}
-        place_scalars(self._optimizer, self._place)
-
-    def _fit(self, value: Any, segment: FlatSegment) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            return value
-        fits = value.numel() == segment.stop - segment.start
-        return value.to(self._place).reshape(segment.param.shape) if fits else value.to(self._place)
+        if self.optimizer is not None:
+            self.optimizer.load_state([source for source in segments if source.dtype != OF_TABLES])
 
 
 def in_host(buffers: Sequence[PushBuffer]) -> list[Bytes]:

@@ -43,10 +43,7 @@ class ShardTables:
         self.shard, self.shards = shard, shards
         self._arena = arena
         self.tables = [TableShard(info, shard, shards) for info in optimizer_spec.tables]
-        self._wishes: dict[int, Wishes] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.tables)
+        self.wishes: dict[int, Wishes] = {}  #: by worker: what the answer to its last push shall bring
 
     # What came, looked at before it counts.
 
@@ -137,11 +134,11 @@ class ShardTables:
         """Remember what the answer to a push shall bring."""
         ids = buffers[len(buffers) - len(content.wants) :]
         wanted = [(want.table, as_tensor(data, "int64").clone()) for want, data in zip(content.wants, ids, strict=True)]
-        self._wishes[push.id.worker] = Wishes(push.id.step, push.version, content.values, wanted)
+        self.wishes[push.id.worker] = Wishes(push.id.step, push.version, content.values, wanted)
 
     def wants_values(self, worker: int, exchange: int) -> bool:
-        wishes = self._wishes.get(worker)
-        return wishes is None or wishes.exchange != exchange or wishes.values
+        """Does the answer bring the dense values? Of a worker that has wishes."""
+        return self.wishes[worker].exchange != exchange or self.wishes[worker].values
 
     def pull(self, number: int, ids: torch.Tensor) -> tuple[Bytes, list[Bytes]]:
         """Rows as they are, to be sent, and the blocks they lie in: give them back when they were."""
@@ -153,7 +150,7 @@ class ShardTables:
 
     def answer(self, worker: int, exchange: int) -> tuple[tuple[RowAnswer, ...], list[Bytes], list[Bytes]]:
         """The rows for an answer, what the worker's mirrors lack and what it wanted; and the blocks some of it lies in."""
-        wishes = self._wishes.get(worker, Wishes())
+        wishes = self.wishes.get(worker, Wishes())
         fits = wishes.exchange == exchange
         answers: list[RowAnswer] = []
         buffers: list[Bytes] = []
@@ -171,7 +168,7 @@ class ShardTables:
         return tuple(answers), buffers, blocks
 
     def forget(self, worker: int) -> None:
-        self._wishes.pop(worker, None)
+        self.wishes.pop(worker, None)
 
     # Saved and loaded.
 

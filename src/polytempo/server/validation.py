@@ -18,6 +18,8 @@ from polytempo.errors import PeerError
 from polytempo.protocol.layout import ITEM_SIZES
 from polytempo.protocol.messages import (
     RECALLED,
+    AnyMessage,
+    Arrived,
     AskWhere,
     Expecting,
     Gone,
@@ -25,9 +27,15 @@ from polytempo.protocol.messages import (
     Keep,
     LeaseSamples,
     Leave,
+    MetricReport,
+    Norm,
+    NotSaved,
     Push,
     ReadRequest,
     RecallState,
+    Register,
+    Repeat,
+    Saved,
     ScriptState,
 )
 from polytempo.protocol.push import Content, FirstValues, StepBody
@@ -101,14 +109,6 @@ def check_hyper(made: StepBody, spec: OptimizerSpec) -> None:
             raise PeerError(f"a push was refused: {wrong[0] if wrong else 'lr'} is not a number in it")
 
 
-def check_lease(lease: LeaseSamples) -> None:
-    """Refuse places that cannot be."""
-    numbers = (lease.epoch, lease.turn + 1, lease.count, lease.ahead)
-    ranges = all(0 <= start <= stop <= lease.length for start, stop in (*lease.back, *lease.done))
-    if not (0 <= lease.length < ELEMENTS and all(0 <= number < ELEMENTS for number in numbers) and ranges):
-        raise PeerError(f"a lease of {lease.count} places of {lease.length} was refused: there are no such places")
-
-
 def check_state(segments: Sequence[SegmentState], spec: OptimizerSpec) -> None:
     """Refuse an optimizer's state of another model."""
     known = {info.dtype for info in spec.tensors} | {OF_TABLES}
@@ -159,24 +159,12 @@ def _check_optimizer(spec: OptimizerSpec) -> None:
                 raise PeerError(f"the optimizer {spec.optimizer} was refused: {name} cannot be {value!r}")
 
 
-def check_read(read: ReadRequest) -> None:
-    """Refuse to read what there is not."""
-    if read.what not in READ:
-        raise PeerError(f"a read of {read.what!r} was refused; known are {', '.join(READ)}")
-
-
 def check_keep(keep: Keep, segments: Sequence[SegmentState]) -> None:
     """Refuse what would not go into a checkpoint of this job."""
     if not CHECKPOINT.fullmatch(keep.checkpoint):
         raise PeerError(f"something to keep was refused: {keep.checkpoint[:40]!r} is no checkpoint's name")
     if any(not isinstance(segment.state.get("residual"), torch.Tensor) for segment in segments):
         raise PeerError("something to keep was refused: it is not what a filter holds back")
-
-
-def check_where(asked: AskWhere, size: int) -> None:
-    """Refuse a question about ranks that the job does not have, or with a call that no message needs."""
-    if not all(0 <= rank < size for rank in asked.ranks) or len(asked.call or "") > LONGEST_CALL:
-        raise PeerError(f"AskWhere for ranks {asked.ranks[:8]} of {size} workers, with {len(asked.call or '')} characters")
 
 
 def check_script_state(message: ScriptState, buffers: Sequence[Bytes]) -> None:
@@ -192,26 +180,55 @@ def check_script_state(message: ScriptState, buffers: Sequence[Bytes]) -> None:
             raise PeerError(f"a script's state was refused: {buffer.nbytes} bytes are no tensor of {name[:40]!r}")
 
 
-def check_recall(message: RecallState) -> None:
-    """Refuse a question that has no answer."""
-    if message.which not in RECALLED:
-        raise PeerError(
-            f"state of the script was refused: expected one of {', '.join(RECALLED)}, got {message.which[:40]!r}"
-        )
+def check_message(message: AnyMessage, size: int) -> None:
+    """Refuse what a worker, a launcher or an agent cannot say to the coordinator of a job of this many workers."""
+    match message:
+        case Register():
+            check_optimizer_spec(message.optimizer_id, message.optimizer_spec)
+        case ReadRequest(what=what) if what not in READ:
+            raise PeerError(f"a read of {what!r} was refused; known are {', '.join(READ)}")
+        case LeaseSamples(count=count, length=length):  # of places that there are
+            numbers = (message.epoch, message.turn + 1, count, message.ahead)
+            ranges = all(0 <= start <= stop <= length for start, stop in (*message.back, *message.done))
+            if not (0 <= length < ELEMENTS and all(0 <= number < ELEMENTS for number in numbers) and ranges):
+                raise PeerError(f"a lease of {count} places of {length} was refused: there are no such places")
+        case RecallState(which=which) if which not in RECALLED:
+            raise PeerError(f"state of the script was refused: expected one of {', '.join(RECALLED)}, got {which[:40]!r}")
+        case AskWhere(ranks=ranks, call=call):
+            if not all(0 <= rank < size for rank in ranks) or len(call or "") > LONGEST_CALL:
+                raise PeerError(f"AskWhere for ranks {ranks[:8]} of {size} workers, with {len(call or '')} characters")
+        case Leave(worker=worker, reason=reason) | Gone(worker=worker, reason=reason):
+            if not 0 <= worker < size or reason not in REASONS:
+                raise PeerError(f"the end of worker {worker} ({reason[:40]}) was refused; this job has {size} workers")
+            if isinstance(message, Leave) and not (message.fault.isprintable() and len(message.fault) <= LINE):
+                raise PeerError(f"the end of worker {worker} was refused: its cause is no part of a line")
+        case Expecting(ranks=ranks):
+            if len(set(ranks)) < len(ranks) or any(not 0 <= rank < size for rank in ranks):
+                raise PeerError(f"ranks {ranks} were refused; this job has {size} workers")
 
 
-def check_end(end: Leave | Gone, size: int) -> None:
-    """Refuse the end of a worker that cannot be."""
-    if not 0 <= end.worker < size or end.reason not in REASONS:
-        raise PeerError(f"the end of worker {end.worker} ({end.reason[:40]}) was refused; this job has {size} workers")
-    if isinstance(end, Leave) and not (end.fault.isprintable() and len(end.fault) <= LINE):
-        raise PeerError(f"the end of worker {end.worker} was refused: its cause is no part of a line")
+def check_sender(sender: Hello, message: AnyMessage) -> None:
+    """A worker and a shard speak for themselves."""
+    match message:
+        case Repeat(id=identity):
+            if (identity.worker, identity.incarnation) != (sender.rank, sender.incarnation):
+                raise PeerError(f"Repeat for a push of worker {identity.worker} came from {describe(sender)}")
+            return
+        case ReadRequest(worker=number) | MetricReport(worker=number):
+            who = "worker"
+        case Arrived(shard=number) | Norm(shard=number) | Saved(shard=number) | NotSaved(shard=number):
+            who = "shard"
+        case _:
+            return
+    if number != sender.rank:
+        raise PeerError(f"{type(message).__name__} for {who} {number} came from {describe(sender)}")
 
 
-def check_expecting(message: Expecting, size: int) -> None:
-    """Refuse ranks that are not the job's."""
-    if len(set(message.ranks)) < len(message.ranks) or any(not 0 <= rank < size for rank in message.ranks):
-        raise PeerError(f"ranks {message.ranks} were refused; this job has {size} workers")
+def describe(sender: Hello | None) -> str:
+    """The other side of a connection, for error messages."""
+    if sender is None:
+        return "a peer that has sent no Hello"
+    return f"{sender.role} {sender.rank}" if sender.role in ("worker", "server") else f"the {sender.role}"
 
 
 def _is_number(value: Any) -> bool:

@@ -366,11 +366,8 @@ class Engine:
         for action in clock.policy.handle(event, now):
             if type(action) is Apply:
                 push = action.pushes[0]  # modes with corrections apply single pushes
-                verdict = self._corrections.verdict(clock.version - clock.version_of(push, self.workers[push.worker]))
-                if verdict.drop:
-                    action = Discard(push.worker, push.step, verdict.drop)
-                else:
-                    action = Apply(action.pushes, action.rate * verdict.rate, action.weights)
+                staleness = clock.version - clock.version_of(push, self.workers[push.worker])
+                action = self._corrections.corrected(action, staleness)
             actions.append(action)
         return actions
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cached_property
 
 
 class Pushes(Enum):
@@ -69,42 +70,42 @@ class Capabilities:
     micro: int = 0  #: micro-batches in a push, on average, where a worker takes whole ones
     keeps_late: bool = False  #: does a micro-batch that is late count in the round that is open when it is done?
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """Is an update made of a round of pushes, so that all workers step together?"""
         return self.update is not MadeOf.EACH
 
-    @property
+    @cached_property
     def common(self) -> bool:
         """Do all workers hold the same values after each push, so that no server is needed to keep them?"""
         return self.update is MadeOf.ALL
 
-    @property
+    @cached_property
     def by_speed(self) -> bool:
         """Does a worker's work follow its speed, so that pushes must say what they were made of and in what time?"""
         return self.work in (PushedWork.SHARE, PushedWork.DEADLINE)
 
-    @property
+    @cached_property
     def averages(self) -> bool:
         """Are models averaged, and not gradients?"""
         return self.pushes is Pushes.VALUES
 
-    @property
+    @cached_property
     def fetches(self) -> bool:
         """Does a worker fetch values beside its pushes, between local steps whose gradients it sums?"""
         return self.work is PushedWork.LOCAL and not self.averages
 
-    @property
+    @cached_property
     def neighbours(self) -> bool:
         """Does each worker keep a model of its own, so that no server and no other worker holds the job's?"""
         return self.pushes is Pushes.NOTHING
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """May values stay with the workers, which reduce among themselves (all-reduce)?"""
         return (self.common or self.work is PushedWork.DEADLINE) and not self.on_servers
 
-    @property
+    @cached_property
     def caution(self) -> Caution:
         """How cautious advice must be about it: an update of one process, one that varies, local steps, or stale ones."""
         if self.averages:

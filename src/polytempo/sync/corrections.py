@@ -26,6 +26,7 @@ from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import ArgumentReader, fraction, number, whole_number
+from polytempo.sync.actions import Apply, Discard
 
 #: The reason of every drop begins with this; the staleness follows.
 STALE = "staleness "
@@ -69,6 +70,13 @@ class Corrections:
             return Verdict(0.0, f"{STALE}{staleness} is above {self.most}")
         rate = self.decay**staleness
         return Verdict(rate / max(1, staleness) if self.by_staleness else rate)
+
+    def corrected(self, action: Apply, staleness: int) -> Apply | Discard:
+        """An update of a single push of this staleness: slower, or dropped. Live and simulated jobs ask here."""
+        verdict = self.verdict(staleness)
+        if verdict.drop:
+            return Discard(action.pushes[0].worker, action.pushes[0].step, verdict.drop)
+        return Apply(action.pushes, action.rate * verdict.rate, action.weights, action.divisor)
 
     def gives(self, reason: str) -> bool:
         """Is this a reason for which a push may be dropped?"""

@@ -7,7 +7,7 @@ is an argument of `Policy.handle`, read from one clock, live or virtual.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from polytempo.sync.fields import Fields
 
@@ -49,7 +49,9 @@ class Pushed:
     """The update of a worker's step has reached the job.
 
     `samples` weighs it; `hyper` are the hyper-parameters it was made with, as (name, value) pairs; `count` is the number of
-    its local steps, or of its micro-batches where shares or deadlines follow the workers' speed.
+    its local steps, or of its micro-batches where shares or deadlines follow the workers' speed. `number` is the caller's:
+    policies neither read nor compare it. It finds the push again when the policy gives the event back in an `Apply`; worker
+    and step would not do, as a worker that was lost may come back and push a step again while its first push of it waits.
     """
 
     worker: int
@@ -58,6 +60,7 @@ class Pushed:
     hyper: HyperItems = ()
     count: int = 1
     measured: Measured = NOT_MEASURED
+    number: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(slots=True)

@@ -27,13 +27,13 @@ from polytempo.door import spec_of_script
 from polytempo.errors import PeerError, PolytempoError, RankLost, UsageError
 from polytempo.launcher.job_facts import JobFacts
 from polytempo.protocol.messages import STRANGER_LIMIT, Finish, Finished, Hello, Notice, decode, encode
-from polytempo.records.files import RecordWriter
-from polytempo.server.coordinator import Coordinator
+from polytempo.server.coordinator import Coordinator, JobRecord
 from polytempo.server.io_loop import IoLoop
 from polytempo.server.job_plan import JobPlan, Limits
+from polytempo.server.members import RemoteHosts
 from polytempo.server.resume_rules import companions_in
 from polytempo.server.sequencer import Sequencer
-from polytempo.server.shard_executor import ShardExecutor
+from polytempo.server.shard_executor import ShardExecutor, ShardPlacement, ShardState
 from polytempo.session.session import Session, as_current
 from polytempo.sync.mode import Mode
 from polytempo.sync.spec import Spec
@@ -111,23 +111,20 @@ class ThreadJob:
         facts: dict[str, Any] = {"spec": sync, "size": workers, "first_step": self.plan.first_push}
         facts |= {"modes": spec.mode.origin.digests} if spec.mode.origin is not None and spec.digest else {}
         self.sequencer = Sequencer(self.plan)
-        writer = RecordWriter(record) if record else None
         coordinator = Coordinator(
-            self.sequencer,
-            writer,
-            checkpoints,
-            facts,
+            *(self.sequencer, JobRecord(record), checkpoints, facts, RemoteHosts(credentials=self.credentials)),
             go_on_unsaved=go_on_unsaved,
-            credentials=self.credentials,
             resume=path,
             ends_diverged=on_divergence == "stop",
         )
         self.servers = []
         for index, endpoint in enumerate(self.endpoints):
-            executor = ShardExecutor(index, servers, pools[index], checkpoints, path, workers, self._device())
+            placement = ShardPlacement(device=self._device())
+            state = ShardState(index, servers, pools[index], workers, checkpoints, path, placement)
             to_coordinator = self.connect(0, Pool()) if index else None
             endpoints = [endpoint, *self._more_endpoints(index, pools[index])]
             own = None if index else coordinator
+            executor = ShardExecutor(state)
             self.servers.append(IoLoop(executor, endpoints, workers, own, to_coordinator, credentials=self.credentials))
         self._threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self._threads:
