@@ -19,6 +19,9 @@ from polytempo.sync.sample_queue import SampleQueue
 NOT_HELD = -1.0
 NO_WEIGHTS = -1
 
+#: A rank's life, whichever it is; and the one it has now.
+ANY_LIFE, NOW = -1, -2
+
 #: The number of step times drawn at once.
 BLOCK = 64
 
