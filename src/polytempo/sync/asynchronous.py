@@ -86,7 +86,7 @@ class AsynchronousPolicy(Policy):
             actions.append(Release(worker, step, progress.slowest))
             return actions
         self.room.enter(worker, step)
-        actions.append(self.why_held(worker, step) if self.explains else Hold(worker, step, (), 0, ""))
+        actions.append(self.hold(worker, step))
         if self._timed:
             at = self.gate.patience(worker, step, now)
             if at is not None:

@@ -154,8 +154,7 @@ class Barrier(Policy):
         return self._held(worker, now)
 
     def _held(self, worker: int, now: float) -> list[Action]:
-        held = self.why_held(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
-        return [held, *self._patience(now)]
+        return [self.hold(worker, self.round + 1), *self._patience(now)]
 
     def _patience(self, now: float) -> list[Action]:
         """From when on is the round not to wait any more? Here it waits for all that it needs."""

@@ -29,11 +29,16 @@ class Delay(Policy):
         self.delay = delay
         self.scale = scale
 
+    @property
+    def joint(self) -> float:
+        """The pushes that move the values as far as one joint step."""
+        return len(self.progress.pushed)
+
     def on_push(self, push: Pushed, now: float) -> list[Action]:
         progress = self.progress
         progress.move(push.worker, push.step + 1)
         return [
-            Apply((push,), rate_of(self.scale, len(progress.pushed))),
+            Apply((push,), rate_of(self.scale, self.joint)),
             Release(push.worker, push.step + 1 + self.delay, progress.slowest),
         ]
 

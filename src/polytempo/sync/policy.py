@@ -93,6 +93,10 @@ class Policy(ABC):
         """The time of a `Wake` has come."""
         return []
 
+    def hold(self, worker: int, step: int) -> Hold:
+        """The action that holds a worker now, with names and a reason where these are wanted."""
+        return self.why_held(worker, step) if self.explains else Hold(worker, step, (), 0, "")
+
     def why_held(self, worker: int, step: int) -> Hold:
         """Why this worker is held now: here for those whose next step is before its own."""
         named, count = self.progress.behind(step)
