@@ -24,8 +24,7 @@ from polytempo.proving.small_job import Job
 from polytempo.proving.states import Broken
 from polytempo.proving.walk import BrokenOnTheWay, Walk
 from polytempo.sync.actions import Action, Release, Wake
-from polytempo.sync.capabilities import MadeOf
-from polytempo.sync.promises import stated
+from polytempo.sync.capabilities import MadeOf, stated
 from polytempo.sync.spec import Spec, parse_spec
 from polytempo.sync.watch import called
 

@@ -1,7 +1,7 @@
 """What a policy decides in a game, held to what every mode promises and to what this one has declared.
 
 A `Judge` hears of each event and of the actions that answer it, and knows no more: which step each member is at, and which
-was released to it, it works out from these alone. The words are those of `sync/promises.py`.
+was released to it, it works out from these alone. The words are those of `sync/capabilities.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from polytempo.errors import counted
 from polytempo.proving.states import Broken
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
-from polytempo.sync.capabilities import MadeOf, Pushes
+from polytempo.sync.capabilities import NEVER, MadeOf, Pushes, stated
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Event, Joined, Left, Pushed
-from polytempo.sync.promises import NEVER, stated
 from polytempo.sync.spec import Spec
 
 #: By their names in a report.

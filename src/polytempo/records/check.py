@@ -8,7 +8,7 @@ server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the
 stale; during a warm start one worker pushes and all others wait for it. Rounds with shares or deadlines, merges of a quorum
 and modes with neighbours: `rounds.py`.
 
-Of a mode that was brought in nothing is known by its name: its bound is what it promises (`sync/promises.py`), it may
+Of a mode that was brought in nothing is known by its name: its bound is what it promises (`sync/capabilities.py`), it may
 discard what it likes, and its steps are no rounds.
 """
 
@@ -23,8 +23,8 @@ from polytempo.errors import BrokenInvariant
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
 from polytempo.records.rounds import MergeChecker, NeighbourRules, RoundChecker
+from polytempo.sync.capabilities import stated
 from polytempo.sync.corrections import Corrections
-from polytempo.sync.promises import stated
 from polytempo.sync.spec import Spec
 
 EVENTS = ("join", "push", "leave", "tick")

@@ -35,7 +35,7 @@ from collections.abc import Iterable
 from polytempo.errors import OrderError
 from polytempo.options import choice, whole_number
 from polytempo.sync.actions import Action, Apply, Release
-from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
+from polytempo.sync.capabilities import NEVER, Capabilities, Promises, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.gossip import MODELS_DIFFER, GossipSpec, NeighbourPolicy
@@ -60,7 +60,6 @@ from polytempo.sync.machine import (
     WorkerOrder,
 )
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import NEVER, Promises
 
 #: The graphs that can be cut into active and passive workers.
 BIPARTITE = ("ring", "exp", "full")

@@ -40,7 +40,7 @@ from polytempo.options import ArgumentReader, choice, positive_number, whole_num
 from polytempo.summation import in_order
 from polytempo.sync.actions import Action, Release, Wake
 from polytempo.sync.barrier import Barrier, RoundRule
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
+from polytempo.sync.capabilities import Capabilities, MadeOf, Promises, PushedWork, Unsound
 from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
@@ -59,7 +59,6 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import Promises
 from polytempo.sync.shares import ROUNDS, WorkerSpeeds
 
 #: Micro-batches of a worker in a round, on average, unless `micro` says.

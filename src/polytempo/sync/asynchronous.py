@@ -18,11 +18,11 @@ import math
 from abc import ABC, abstractmethod
 
 from polytempo.sync.actions import Action, Apply, Hold, Release, Wake
+from polytempo.sync.capabilities import NEVER, Promises
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
 from polytempo.sync.progress import Progress
-from polytempo.sync.promises import NEVER, Promises
 
 
 class Gate(ABC):

@@ -29,12 +29,11 @@ from collections.abc import Collection
 from polytempo.options import number, whole_number
 from polytempo.sync.actions import Release
 from polytempo.sync.barrier import Barrier, RoundRule
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
+from polytempo.sync.capabilities import EACH_ROUND, Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import GO, Compute, Orders, StepMachine, WorkerEvent
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import EACH_ROUND
 from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weights_by_speed
 
 #: The smallest share, in even shares, and the largest by default: a larger batch needs more memory.

@@ -25,12 +25,11 @@ from collections.abc import Collection, Mapping, Sequence
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release
-from polytempo.sync.capabilities import Capabilities, MadeOf, Unsound
+from polytempo.sync.capabilities import EACH_ROUND, Capabilities, MadeOf, Promises, Unsound
 from polytempo.sync.directives import Directive, NextBlock, NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import EACH_ROUND, Promises
 from polytempo.sync.shares import ShareWeights
 
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Release
-from polytempo.sync.capabilities import Capabilities
+from polytempo.sync.capabilities import NEVER, Capabilities, Promises
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import NEVER, Promises
 
 
 class Delay(Policy):

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from polytempo.options import positive_number, whole_number
 from polytempo.sync.actions import Action, Hold, Release
-from polytempo.sync.capabilities import Capabilities, PushedWork, Unsound
+from polytempo.sync.capabilities import NEVER, Capabilities, Promises, PushedWork, Unsound
 from polytempo.sync.delay import Delay
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
@@ -54,8 +54,6 @@ from polytempo.sync.machine import (
     WorkerOrder,
 )
 from polytempo.sync.mode import SCALE, Mode, Scale
-from polytempo.sync.policy import Policy
-from polytempo.sync.promises import NEVER, Promises
 
 
 @dataclass(frozen=True)
@@ -199,17 +197,11 @@ class DownpourMachine(WorkerMachine):
         return [*orders, COMPUTE]
 
 
-def _build(
-    workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: Scale = None
-) -> Policy:
-    return DownpourPolicy(workers, push, warm, scale)  # fetches and local steps happen on the worker
-
-
 DOWNPOUR = Mode(
     "downpour",
     "downpour:push=5,fetch=5",
     "local steps; a push each P and a fetch each F of them, waiting for neither; warm=N: one worker alone at first",
-    _build,
+    lambda workers, push=1, warm=0, scale=None, **of_worker: DownpourPolicy(workers, push, warm, scale),
     machine=lambda worker, last, push=1, fetch=1, alpha=None, **_: DownpourMachine(LocalSteps(push, fetch, alpha), last),
     options={
         "push": whole_number("push", at_least=1, example="5"),

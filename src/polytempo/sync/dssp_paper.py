@@ -19,10 +19,10 @@ worker, not only when the fastest asks. Intervals are from push to push, waiting
 from __future__ import annotations
 
 from polytempo.sync.asynchronous import AsynchronousPolicy
+from polytempo.sync.capabilities import Promises
 from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.mode import SCALE, SPAN, Mode
 from polytempo.sync.progress import Progress
-from polytempo.sync.promises import Promises
 
 
 class PrintedBound(DynamicBound):

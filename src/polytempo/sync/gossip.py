@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from polytempo.errors import SpecError
 from polytempo.options import choice, switch
 from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Hold, Release
-from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
+from polytempo.sync.capabilities import Capabilities, Promises, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
@@ -62,7 +62,6 @@ from polytempo.sync.machine import (
 )
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import Promises
 from polytempo.sync.topology import TOPOLOGIES, check_size, mixing_rows, phases
 
 

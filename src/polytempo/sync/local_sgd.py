@@ -26,10 +26,9 @@ from dataclasses import replace
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
 from polytempo.sync.blocks import Averaging, machine_of_blocks
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Pushes
+from polytempo.sync.capabilities import EACH_ROUND, Capabilities, MadeOf, PushedWork, Pushes
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import EACH_ROUND
 
 
 class FixedPeriod(RoundRule):
