@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,9 +23,8 @@ from polytempo.proving.small_job import Job
 from polytempo.proving.states import Broken
 from polytempo.proving.walk import BrokenOnTheWay, Walk
 from polytempo.sync.actions import Action, Release, Wake
-from polytempo.sync.capabilities import MadeOf, stated
+from polytempo.sync.capabilities import MadeOf
 from polytempo.sync.spec import Spec, parse_spec
-from polytempo.sync.watch import called
 
 #: Of the seconds that a check may take, the part that games and the part that walks may have come to when they end.
 GAMES_END, WALKS_END = 0.35, 0.85
@@ -141,8 +139,7 @@ class _Check:
     def run(self, alone: bool) -> CheckReport:
         report = self._report
         try:
-            origin, promised = self._spec.mode.origin, partial(not_promised, self._spec)
-            report.not_promised = promised() if origin is None else called(origin, promised)
+            report.not_promised = not_promised(self._spec)
             self._try_options()
             report.finding = self._play_games() or self._walk() or (self._train() if alone else None)
         except ModeError as error:  # it cannot even be made
@@ -172,7 +169,7 @@ class _Check:
     def _play_games(self) -> Finding | None:
         spec = self._spec
         most = max(2, min(12, LOCAL_STEPS // spec.period))
-        lead = stated(spec.mode.promises.lead, *spec.arguments, **spec.options)
+        lead = spec.declared(spec.mode.promises.lead)
         if lead is not None and spec.period == 1:
             most = max(most, min(lead + 4, 40))
         opening = first_games(spec, 3)
@@ -270,15 +267,15 @@ class _Check:
 
 def not_promised(spec: Spec) -> tuple[str, ...]:
     """The promises that a mode does not make."""
-    promises, can, about = spec.mode.promises, spec.capabilities, (spec.arguments, spec.options)
+    promises, can = spec.mode.promises, spec.capabilities
     made = {
-        "lead": stated(promises.lead, *about[0], **about[1]) is not None,
-        "waits": stated(promises.waits, *about[0], **about[1]) is not None,
+        "lead": spec.declared(promises.lead) is not None,
+        "waits": spec.declared(promises.waits) is not None,
         "quorum": promises.quorum is not None,
         "round": can.update is MadeOf.ALL,
         "even": promises.even,
         "rows": can.neighbours,
-        "alone": stated(promises.alone, *about[0], **about[1]),
+        "alone": spec.declared(promises.alone),
     }
     return tuple(name for name, promised in made.items() if not promised)
 

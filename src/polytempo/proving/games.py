@@ -17,7 +17,7 @@ from typing import Any
 
 from polytempo.proving.driver import Driver, Witness
 from polytempo.proving.judge import Judge
-from polytempo.proving.small_job import ALIVE, AWAITED, AWAY, DEAD, Job, JobWorld
+from polytempo.proving.small_job import ALIVE, AWAITED, AWAY, DEAD, Job, JobWorld, stuck
 from polytempo.proving.states import Broken, Played
 from polytempo.proving.telling import answered, happened
 from polytempo.sync.actions import Action, Hold
@@ -172,8 +172,7 @@ class Play(Witness):
         here = [rank for rank, doing in enumerate(self.world.workers) if doing.status == ALIVE]
         coming = any(doing.status in (AWAITED, DEAD) for doing in self.world.workers) or self._next_moment() < math.inf
         if here and not coming and not self._computing():
-            workers = " and ".join(f"worker {rank}" for rank in here)
-            raise Broken(f"nothing can happen any more, and {workers} wait{'s' * (len(here) == 1)}", None, "liveness")
+            raise stuck(here)
 
     def _next_moment(self) -> float:
         driver = self.driver

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from polytempo.errors import counted
 from polytempo.proving.states import Broken
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
-from polytempo.sync.capabilities import NEVER, MadeOf, Pushes, stated
+from polytempo.sync.capabilities import NEVER, MadeOf, Pushes
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Event, Joined, Left, Pushed
 from polytempo.sync.spec import Spec
@@ -53,10 +53,8 @@ class Judge:
 
     def __init__(self, spec: Spec, workers: int) -> None:
         self.can, self.promises = spec.capabilities, spec.mode.promises
-        about = (spec.arguments, spec.options)
-        self._lead = stated(self.promises.lead, *about[0], **about[1])
-        self._waits = stated(self.promises.waits, *about[0], **about[1])
-        self._quorum = self.promises.quorum(workers, *about[0], **about[1]) if self.promises.quorum is not None else 0
+        self._lead, self._waits = spec.declared(self.promises.lead), spec.declared(self.promises.waits)
+        self._quorum: int = spec.declared(self.promises.quorum, workers) or 0
         self._scaled = "scale" in spec.options
         self._missing = set(range(workers))
         self._steps: dict[int, int] = {}  # the next of each member

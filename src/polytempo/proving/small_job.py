@@ -7,6 +7,7 @@ that comes can only be equal, so a walk goes through each once. Policies and mac
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -138,6 +139,12 @@ class Job:
     joins: int = 0
     comers: int = 1  # workers that may join and were not awaited
     prompt: bool = False  # a worker hears at once when its orders are done; one that is gone does not come back
+
+
+def stuck(ranks: Sequence[int]) -> Broken:
+    """The finding that these workers wait for ever."""
+    workers, waits = " and ".join(f"worker {rank}" for rank in ranks), "wait" if len(ranks) > 1 else "waits"
+    return Broken(f"nothing can happen any more, and {workers} {waits}", promise="liveness")
 
 
 def replaced(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:

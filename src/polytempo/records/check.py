@@ -23,7 +23,6 @@ from polytempo.errors import BrokenInvariant
 from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
 from polytempo.records.rounds import MergeChecker, NeighbourRules, RoundChecker
-from polytempo.sync.capabilities import stated
 from polytempo.sync.corrections import Corrections
 from polytempo.sync.spec import Spec
 
@@ -68,8 +67,7 @@ def rules_for(spec: Spec) -> tuple[RecordRule, RecordRule]:
 
 def _promised(spec: Spec) -> tuple[RecordRule, RecordRule]:
     """The rules that follow from what a mode promises: where it promises nothing, any lead and any wait."""
-    lead = stated(spec.mode.promises.lead, *spec.arguments, **spec.options)
-    waits = stated(spec.mode.promises.waits, *spec.arguments, **spec.options)
+    lead, waits = spec.declared(spec.mode.promises.lead), spec.declared(spec.mode.promises.waits)
     return (lambda c, low: lead is None or c - low <= lead, lambda c, low: waits is None or c - low > waits)
 
 

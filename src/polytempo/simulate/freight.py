@@ -214,7 +214,7 @@ class Carried(Freight):
             self._fetched(now, worker, None, NO_WEIGHTS)
 
     def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
-        worker.machine.handle(machines.Fetched(), now)
+        worker.machine.handle(machines.FETCHED, now)
 
     def event(self, told: Sent, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         clock, flights = self.engine.clocks[told.part], worker.cargo.flights
@@ -238,13 +238,11 @@ class Carried(Freight):
             worker.cargo.merged += sent.count
             worker.cargo.applied += 1
             worker.steps = worker.cargo.merged // parts
-            worker.staleness_sum += stale if self.deals else stale * sent.count
-            worker.staleness_max = max(worker.staleness_max, stale)
+            worker.add_staleness(stale, 1 if self.deals else sent.count)
             if self.deals:
                 worker.samples = (worker.samples or 0) + sent.samples
                 for batch in (batch for batch in sent.content if batch.late):  # they are as stale as they are
-                    worker.staleness_sum += clock.version - batch.version
-                    worker.staleness_max = max(worker.staleness_max, clock.version - batch.version)
+                    worker.add_staleness(clock.version - batch.version)
         self.trainer.apply(apply, [sent.version for sent in taken], [sent.content for sent in taken], clock.number)
         if self.deals:
             for push, sent in zip(apply.pushes, taken, strict=True):

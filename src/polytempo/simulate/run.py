@@ -113,7 +113,7 @@ class Engine:
             machines.Snapshot: lambda order, worker, now: model.snapshot(worker.rank),
             machines.AddStep: lambda order, worker, now: model.add_step(worker.rank),
             machines.Mix: lambda order, worker, now: model.mix(worker.rank, order.step, order.row, order.lost),
-            machines.AskAgain: lambda order, worker, now: self.tell(machines.Asked(), worker, now),
+            machines.AskAgain: lambda order, worker, now: self.tell(machines.ASKED, worker, now),
             machines.Settle: self._settle,
             machines.GoHome: lambda order, worker, now: self.plan(now, self.leave, worker),
             **self.freight.performs,
@@ -263,7 +263,7 @@ class Engine:
 
     def _settle(self, order: machines.Settle, worker: Worker, now: float) -> None:
         if not worker.flying:
-            self.tell(machines.AllArrived(), worker, now)
+            self.tell(machines.ALL_ARRIVED, worker, now)
 
     # Membership.
 
@@ -280,7 +280,7 @@ class Engine:
         worker.leaving = True
         if not worker.alive:
             return
-        worker.machine.handle(machines.Leaving(), now)
+        worker.machine.handle(machines.LEAVING, now)
         if not worker.busy and not worker.flying and worker.machine.is_free:
             self._end_life(worker)
             self.decisions.tell_all(Left(worker.rank, "finished"), now)

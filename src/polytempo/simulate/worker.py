@@ -171,6 +171,11 @@ class Worker:
             self.waiting += self.held_for
             self.held_since = NOT_HELD
 
+    def add_staleness(self, updates: int, times: int = 1) -> None:
+        """An update is made of this number of its (local) steps, which are this stale."""
+        self.staleness_sum += updates * times
+        self.staleness_max = max(self.staleness_max, updates)
+
     @property
     def computing(self) -> float:
         """Seconds it computed: all that it neither waited nor communicated."""

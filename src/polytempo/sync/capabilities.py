@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, TypeVar
 
 
 class Pushes(Enum):
@@ -145,8 +144,6 @@ UNPROVED = Unsound("it is not known to be sound for a model that is split", ("bs
 
 # What it promises.
 
-Stated = TypeVar("Stated", int | None, bool)
-
 #: For `waits`: a worker is held at no lead.
 NEVER = 1 << 62
 
@@ -167,8 +164,3 @@ USUAL = Promises()
 
 #: Of modes in which all workers step together.
 EACH_ROUND = Promises(lead=0, waits=0, quorum=lambda workers, *_, **__: workers)
-
-
-def stated(promise: Stated | Callable[..., Stated], *argument: Any, **options: Any) -> Stated:
-    """A promise, with the argument and options of a spec."""
-    return promise(*argument, **options) if callable(promise) else promise
