@@ -165,6 +165,7 @@ class Driver:
             which: The only one that is wanted; where states are `Played`, there is one.
         """
         draft, in_flight = self.draft, move[0] == "clock" and world.in_flight
+        # Where the mode follows the clock, a few steps of a job may take no time, or as long as the deadline.
         durations = (1.0, 0.0, self.job.deadline) if world.odd and self.job.deadline else (1.0,)
         for seconds in durations if which is None else durations[which : which + 1]:
             draft.begin(world, seconds)

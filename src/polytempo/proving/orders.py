@@ -121,7 +121,7 @@ class Performer:
             if known.setdefault(step, order.weights) != order.weights:
                 raise Broken(f"the joint batch {step} is cut in two ways")
             draft.cuts = tuple(sorted(known.items()))
-        seconds = draft.seconds if self._job.deadline else 0.0
+        seconds = draft.seconds if self._job.deadline else 0.0  # without a clock what it takes makes no other world
         draft.chose = True
         draft.change(rank, ends=draft.now + seconds, took=seconds)
 

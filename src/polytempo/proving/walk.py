@@ -17,9 +17,8 @@ from polytempo.proving.states import Broken
 #: After how many worlds it is asked again whether the time is over.
 OFTEN = 64
 
-MovesMade = tuple[
-    tuple[Move, int], ...
-]  # moves; and which of the worlds after each, where a step may take this or that long
+#: Moves; and which of the worlds after each, where a step may take this or that long.
+MovesMade = tuple[tuple[Move, int], ...]
 
 
 class BrokenOnTheWay(Exception):

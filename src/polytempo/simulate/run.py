@@ -141,7 +141,7 @@ class Engine:
             self.now = now
             if life == worker.life or life == ANY_LIFE:
                 happens(now, worker, told, version)
-            elif version != NO_WEIGHTS:
+            elif version != NO_WEIGHTS:  # the life has ended, and was to read these
                 self.trainer.drop(version)
             count += 1
             if progress and count % every == 0:

@@ -76,7 +76,7 @@ class AsynchronousPolicy(Policy):
         progress = self.progress
         moved = progress.move(worker, step)
         actions: list[Action] = [Apply((push,), rate_of(self.scale, len(progress.pushed)))]
-        if self._timed:
+        if self._timed:  # before any gate opens: this push may say that the slowest worker is faster than it seemed
             self.gate.observe(worker, push.step, self._released_at[worker], now)
         if moved and self.room.by_step:
             actions += self._open(now)

@@ -190,6 +190,7 @@ class Barrier(Policy):
         return min(max(self.workers, members) - self.backups, members)
 
     def _close(self, now: float) -> list[Action]:
+        # In order of rank: sums of floats differ by the order, and that of arrival would be another one in each run.
         pushes = tuple(sorted(self._arrived, key=lambda push: push.worker))
         self._arrived = []
         self._waiting = set()

@@ -75,9 +75,7 @@ class Capabilities:
     waits: bool = True  #: does a worker wait for the answer to a push before it computes on?
     ahead: int = 0  #: pushes of a worker that may be under way while it computes the next
     early: bool = False  #: may a worker be released before its push is applied or discarded?
-    on_servers: bool = (
-        False  #: must servers hold the values, also where all workers hold the same? So it is in modes of users
-    )
+    on_servers: bool = False  #: must servers hold the values, even if all workers hold the same? So in modes of users
     micro: int = 0  #: micro-batches in a push, on average, where a worker takes whole ones
     keeps_late: bool = False  #: does a micro-batch that is late count in the round that is open when it is done?
 

@@ -115,7 +115,7 @@ class Policy(ABC):
         self.progress.enter(worker, step)
         if not self._awaited:
             return [Admit(worker, step), *self.on_start(worker, step, now)]
-        self._awaited.pop(worker, None)
+        self._awaited.pop(worker, None)  # one that was not awaited waits for the others, too
         self.room.enter(worker, step)
         if self._awaited:
             return [Admit(worker, step), self._start_hold(worker, step)]
