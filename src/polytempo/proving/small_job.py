@@ -82,11 +82,16 @@ class Draft:
 
     def begin(self, world: JobWorld, seconds: float) -> None:
         """A move begins in this world; a step that begins with it takes this long."""
-        self.workers, self.policies = list(world.workers), list(world.policies)
-        self.pending, self.calls, self.mail = list(world.pending), list(world.calls), set(world.mail)
-        self.cuts, self.wakes, self.now, self.version = world.cuts, world.wakes, world.now, world.version
+        self.workers = list(world.workers)
+        self.policies = list(world.policies)
+        self.pending = list(world.pending)
+        self.calls = list(world.calls)
+        self.mail = set(world.mail)
+        self.cuts, self.wakes = world.cuts, world.wakes
+        self.now, self.version = world.now, world.version
         self.losses, self.joins = world.losses, world.joins
-        self.seconds, self.chose = seconds, False  # did a step begin, so that the world depends on its seconds?
+        self.seconds = seconds
+        self.chose = False  # did a step begin, so that the world depends on its seconds?
 
     def change(self, rank: int, **changes: Any) -> None:
         """A worker does something else."""

@@ -15,9 +15,9 @@ from polytempo.records.lines import RecordLine, action_line, apply_line, event_l
 from polytempo.simulate.freight import FragmentClock
 from polytempo.simulate.outcome import Budget
 from polytempo.simulate.worker import ANY_LIFE, NOT_HELD, Worker
+from polytempo.sync import machine as machines
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import Event, Left, Pushed, Ticked
-from polytempo.sync.machine import DROPPED, GO
 
 if TYPE_CHECKING:
     from polytempo.simulate.run import Engine
@@ -37,11 +37,18 @@ class Decisions:
         self.max_lead = 0
         self.stopped = False
         self.used_samples = 0.0  # of the budget
-        self._used_steps, self._budget = 0, budget
+        self._used_steps = 0
+        self._budget = budget
         self._counts = min(budget.steps, budget.samples) < math.inf
-        self._engine, self._record, self._figures = engine, record, figures
-        self._clocks, self._workers, self._trainer, self._route = engine.clocks, engine.workers, engine.trainer, engine.route
-        self._freight, self._overlaps, self._trains = engine.freight, engine.overlaps, engine.trains
+        self._record, self._figures = record, figures
+        # Looked up once: most of a run without a network is spent in `_apply` and `_release`.
+        self._engine = engine
+        self._clocks = engine.clocks
+        self._workers = engine.workers
+        self._trainer, self._trains = engine.trainer, engine.trains
+        self._route = engine.route
+        self._freight = engine.freight
+        self._overlaps = engine.overlaps
         self._direct = engine.instant and not engine.trains  # nothing is read or sent: machines hear of releases at once
         self._corrections = engine.spec.corrections
         self._corrects = self._corrections.any
@@ -117,7 +124,7 @@ class Decisions:
         if self._direct:
             worker.weights = clock.version
             orders = worker.machine.handle(release, now)
-            if orders is GO:
+            if orders is machines.GO:
                 self._engine.work(worker, now)
             elif orders:
                 self._engine.obey(orders, worker, now)
@@ -183,5 +190,5 @@ class Decisions:
         worker.discarded += 1
         self._freight.dropped(clock, worker, action.step)
         if not self._corrections.gives(action.reason):  # a too stale push does not move its worker
-            worker.machine.handle(DROPPED, now)
+            worker.machine.handle(machines.DROPPED, now)
         self._trainer.lose(worker.rank, action.step, worker.used)
