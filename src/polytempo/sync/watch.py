@@ -135,8 +135,8 @@ class _Watched:
         self._mode, self._origin = mode, mode.origin
         self._inner: Any = called(self._origin, make)
         if not isinstance(self._inner, kind):
-            expected = f"{type(self._inner).__name__}, expected a {kind.__name__}"
-            raise ModeError(f"{place_of(self._origin, self._inner, ())}: {maker} of {mode.name} makes {expected}")
+            made = type(self._inner).__name__
+            raise ModeError(f"{self._place()}: {maker} of {mode.name} makes {made}, expected a {kind.__name__}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_inner":  # a copy asks before there is anything
@@ -148,11 +148,9 @@ class _Watched:
         """The mode's own."""
         return self._inner
 
-    def _error(self, methods: Iterable[str], text: str, about: object = None) -> ModeError:
-        """A mistake of the first of these methods; `about`: the action or order that is wrong."""
-        error = ModeError(f"{place_of(self._origin, self._inner, methods)}: {text}")
-        error.about = about
-        return error
+    def _place(self, *methods: str) -> str:
+        """File and line of the first of these methods that is the mode's own."""
+        return place_of(self._origin, self._inner, methods)
 
 
 class WatchedPolicy(_Watched, Policy):
@@ -215,7 +213,7 @@ class WatchedPolicy(_Watched, Policy):
         actions = called(self._origin, lambda: self._inner.handle(event, now))
         if not isinstance(actions, list):
             wrong = f"answered {type(event).__name__} with {type(actions).__name__}, expected a list"
-            raise self._error(ANSWERS[type(event)], wrong)
+            raise ModeError(f"{self._place(*ANSWERS[type(event)])}: {wrong}")
         if isinstance(event, Pushed) and event.worker in self._next:
             self._undecided.append(event)
             self._next[event.worker] = max(self._next[event.worker], event.step + 1)
@@ -228,7 +226,9 @@ class WatchedPolicy(_Watched, Policy):
         for action in actions:
             wrong = self._look(event, action)
             if wrong:
-                raise self._error(ANSWERS[type(event)], wrong, action)
+                error = ModeError(f"{self._place(*ANSWERS[type(event)])}: {wrong}")
+                error.about = action
+                raise error
         return actions
 
     def _look(self, event: Event, action: Action) -> str:
@@ -349,9 +349,9 @@ class WatchedMachine(_Watched):
         brings = self._inner.brings
         self._known = (*COMMON, *orders_for(brings))
         if len(self._known) == len(COMMON):
-            raise self._error((), f"a machine cannot bring {brings!r}")
+            raise ModeError(f"{self._place()}: a machine cannot bring {brings!r}")
         if wrong := self._differs(capabilities):
-            raise self._error((), f"{mode.name} {wrong}")
+            raise ModeError(f"{self._place()}: {mode.name} {wrong}")
 
     def _differs(self, can: Capabilities) -> str:
         """How what the mode declares differs from what its machine does; empty where it does not."""
@@ -376,7 +376,9 @@ class WatchedMachine(_Watched):
         for order in orders if isinstance(orders, tuple | list) else (orders,):
             wrong = self._look(order)
             if wrong:
-                raise self._error(("handle",), f"on {type(event).__name__} the machine {wrong}", order)
+                error = ModeError(f"{self._place('handle')}: on {type(event).__name__} the machine {wrong}")
+                error.about = order
+                raise error
         return orders
 
     def _look_at_directive(self, release: Release) -> None:
@@ -384,7 +386,7 @@ class WatchedMachine(_Watched):
         if not wrong and isinstance(release.directive, NextBlock) and self._inner.brings != "values":
             wrong = f"{release.directive!r}, which is for blocks of local steps; this machine brings {self._inner.brings!r}"
         if wrong:
-            raise self._error((), f"a release tells worker {release.worker} {wrong}")
+            raise ModeError(f"{self._place()}: a release tells worker {release.worker} {wrong}")
 
     def _look(self, order: WorkerOrder) -> str:
         if type(order) not in self._known:
