@@ -334,12 +334,7 @@ def fitting(spec: Spec, workers: int) -> int:
 
 
 def jobs(spec: Spec, timed: bool) -> Iterator[tuple[Size, Job]]:
-    """The jobs that are walked through, the smallest first.
-
-    Args:
-        spec: The mode.
-        timed: Does it follow the clock?
-    """
+    """The jobs that are walked through, the smallest first; `timed`: of a mode that follows the clock."""
     done = set()
     for size in SIZES:
         workers = fitting(spec, size.workers)
@@ -412,11 +407,7 @@ _LEAVE, _DIE, _NOTICE, _JOIN = (KINDS.index(kind) for kind in ("leave", "die", "
 
 
 def first_look(spec: Spec, workers: int) -> None:
-    """Play a few small jobs of a mode.
-
-    Args:
-        spec: The mode, with its argument and options.
-        workers: Of the job that is to be started.
+    """Play a few small jobs of a mode, before one of this number of workers is started.
 
     Raises:
         ModeError: A promise is broken; one line with file and line.

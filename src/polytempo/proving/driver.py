@@ -157,13 +157,8 @@ class Driver:
         return machine.ends_at if getattr(machine, "in_round", False) else math.inf
 
     def after(self, world: JobWorld, move: Move, which: int | None = None) -> Iterator[JobWorld]:
-        """The worlds after a move: as many as there are durations, where it makes a worker compute.
-
-        Args:
-            world: The one before.
-            move: The move.
-            which: The only one that is wanted; where states are `Played`, there is one.
-        """
+        """The worlds after a move: as many as there are durations, where it makes a worker compute; or only that number
+        `which` of them. Where states are `Played`, there is one."""
         draft, in_flight = self.draft, move[0] == "clock" and world.in_flight
         # Where the mode follows the clock, a few steps of a job may take no time, or as long as the deadline.
         durations = (1.0, 0.0, self.job.deadline) if world.odd and self.job.deadline else (1.0,)
@@ -175,7 +170,6 @@ class Driver:
                 return
 
     def _make(self, move: Move) -> None:
-        """What a move makes of the draft."""
         draft, change = self.draft, self.draft.change
         match move:
             case "clock", now:
@@ -229,7 +223,6 @@ class Driver:
     # What a worker hears, and sends.
 
     def _ask(self, states: States, number: int, event: type, args: tuple[Any, ...], *about: Any) -> tuple[Any, int]:
-        """What a policy or a machine answers."""
         if self.witness is None:
             return states.handle(number, event, args, *about)
         answer: tuple[Any, int] = self.witness.asked(
@@ -341,7 +334,6 @@ class Driver:
     # Members.
 
     def _start(self, rank: int) -> None:
-        """A worker begins a life."""
         none, machine = (0,) * self.parts, self.machines.number(self.spec.machine(rank, self.job.last))
         self.draft.workers[rank] = Doing(
             ALIVE, machine, released=(-1,) * self.parts, pushes=none, unsent=none, come=(False,) * self.parts

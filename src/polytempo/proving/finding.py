@@ -50,11 +50,7 @@ class Finding:
 
 
 class Tracer:
-    """Runs a call, and notes at which line of a file things are made.
-
-    Args:
-        code: The file, as Python names it.
-    """
+    """Runs a call, and notes at which line of a file, as Python names it, things are made."""
 
     def __init__(self, code: str) -> None:
         self._code = code

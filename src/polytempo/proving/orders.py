@@ -31,14 +31,7 @@ from polytempo.sync.machine import (
 
 
 class Performer:
-    """Performs orders, one after another.
-
-    Args:
-        job: What is played.
-        draft: The world that they change.
-        machines: All machines, by their numbers.
-        machine: One of them: they are all of a kind.
-    """
+    """Performs orders, one after another, which change the draft. `machine` is any of the machines: they are of one kind."""
 
     def __init__(self, job: Job, draft: Draft, machines: States, machine: WorkerMachine) -> None:
         self._job, self._draft, self._machines = job, draft, machines
@@ -46,7 +39,7 @@ class Performer:
         self._early = job.spec.capabilities.early
 
     def perform(self, rank: int, order: WorkerOrder) -> None:
-        """Perform an order of this worker's machine."""
+        """Perform an order of a worker's machine."""
         change, doing = self._draft.change, self._draft.workers[rank]
         match order:
             case Compute():

@@ -122,7 +122,7 @@ class Engine:
     # The run.
 
     def run(self, observe_every: float | None = None, progress: Callable[[float], None] | None = None) -> None:
-        """Run to the end of the budget; the arguments are those of `simulate_job`."""
+        """Run to the end of the budget."""
         for worker in self.workers[: self.cluster.workers]:
             self.plan(0.0, self._join, worker, life=ANY_LIFE)
         changes = ((self._join, self.cluster.joins), (self.leave, self.cluster.leaves), (self._crash, self.cluster.crashes))
@@ -152,7 +152,6 @@ class Engine:
             progress(1.0)
 
     def _finish(self) -> None:
-        """The budget is used up, or nothing can happen any more."""
         if not self.decisions.stopped:
             policy = self._first.policy
             if policy.members:

@@ -120,12 +120,7 @@ class Spec:
         return f"Spec({self.text!r})"
 
     def policy(self, workers: int, members: Sequence[int] = ()) -> Policy:
-        """A fresh policy for a job that starts with this number of workers.
-
-        Args:
-            workers: They are 0 to n - 1, unless `members` says which.
-            members: The workers that take part; empty: all.
-        """
+        """A fresh policy for a job that starts with this number of workers: 0 to n - 1, or those that `members` names."""
         own = {name: value for name, value in self.options.items() if name in self.mode.options}
         if self.mode.origin is not None:
             return WatchedPolicy(self.mode, self.capabilities, members or range(workers), self.arguments, own)
@@ -146,12 +141,7 @@ class Spec:
         return "" if self.mode.origin is None else self.mode.origin.digest
 
     def machine(self, worker: int, last: float = math.inf) -> WorkerMachine:
-        """A fresh machine for a life of this worker.
-
-        Args:
-            worker: Its rank.
-            last: How many (local) steps it makes at most.
-        """
+        """A fresh machine for a life of this worker, of at most `last` (local) steps."""
         if self.mode.origin is not None:
             made = WatchedMachine(self.mode, self.capabilities, worker, last, self.arguments, self.options)
             return cast(WorkerMachine, made)
