@@ -385,7 +385,7 @@ class Driver:
             if self.versions and isinstance(action, Apply):
                 (push,) = action.pushes
                 if drop := self.corrections.verdict(draft.version - version).drop:
-                    action = Discard(push.worker, push.step, drop)
+                    action = Discard(push.worker, push.step, drop, too_stale=True)
             self.seen[type(action).__name__] += 1
             self.current = action
             if isinstance(action, Release):
@@ -398,7 +398,7 @@ class Driver:
                     draft.decide_on(part, push.worker, push.step)
             elif isinstance(action, Discard | Refuse):
                 draft.decide_on(part, action.worker, action.step)
-                if not self.corrections.gives(action.reason):
+                if isinstance(action, Refuse) or not action.too_stale:
                     draft.tell(action.worker, "dropped", part)
             elif isinstance(action, Wake):
                 draft.wakes = tuple(sorted({*draft.wakes, action.at}))

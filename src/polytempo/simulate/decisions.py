@@ -92,7 +92,7 @@ class Decisions:
         push = update.pushes[0]  # modes with corrections apply single pushes
         verdict = self._corrections.verdict(clock.version - clock.version_of(push, self._workers[push.worker]))
         if verdict.drop:
-            return Discard(push.worker, push.step, verdict.drop)
+            return Discard(push.worker, push.step, verdict.drop, too_stale=True)
         return Apply(update.pushes, update.rate * verdict.rate, update.weights)
 
     def _lines(self, clock: FragmentClock, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
@@ -189,6 +189,6 @@ class Decisions:
         worker = self._workers[action.worker]
         worker.discarded += 1
         self._freight.dropped(clock, worker, action.step)
-        if not self._corrections.gives(action.reason):  # a too stale push does not move its worker
+        if isinstance(action, Refuse) or not action.too_stale:  # else it goes on where it is, as after an update
             worker.machine.handle(machines.DROPPED, now)
         self._trainer.lose(worker.rank, action.step, worker.used)
