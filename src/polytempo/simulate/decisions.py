@@ -42,12 +42,12 @@ class Decisions:
         self._counts = min(budget.steps, budget.samples) < math.inf
         self._record, self._figures = record, figures
         # Looked up once: most of a run without a network is spent in `_apply` and `_release`.
-        self._engine = engine
+        self._engine, self._work = engine, engine.work
         self._clocks = engine.clocks
         self._workers = engine.workers
         self._trainer, self._trains = engine.trainer, engine.trains
         self._route = engine.route
-        self._freight = engine.freight
+        self._freight, self._carries = engine.freight, engine.freight.carries
         self._overlaps = engine.overlaps
         self._direct = engine.instant and not engine.trains  # nothing is read or sent: machines hear of releases at once
         self._corrections = engine.spec.corrections
@@ -125,7 +125,7 @@ class Decisions:
             worker.weights = clock.version
             orders = worker.machine.handle(release, now)
             if orders is machines.GO:
-                self._engine.work(worker, now)
+                self._work(worker, now)
             elif orders:
                 self._engine.obey(orders, worker, now)
             return
@@ -163,7 +163,7 @@ class Decisions:
     def _apply(self, clock: FragmentClock, apply: Apply, now: float) -> None:
         version, pushes, workers = clock.version, apply.pushes, self._workers
         self._together = steps = len(pushes)
-        if self._freight.carries:
+        if self._carries:
             steps = self._freight.applied(clock, apply)
         else:
             for push in pushes:
