@@ -16,7 +16,7 @@ from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, 
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
 from polytempo.sync.barrier import Barrier, RoundRule
 from polytempo.sync.blocks import Averaging, BlockMachine, machine_of_blocks
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Pushes, Unsound
+from polytempo.sync.capabilities import Capabilities, MadeOf, Promises, PushedWork, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextBlock, NextMixing
 from polytempo.sync.events import Event, Joined, Left, Measured, Pushed, Ticked
 from polytempo.sync.fields import Fields, fields
@@ -43,7 +43,6 @@ from polytempo.sync.machine import (
 from polytempo.sync.mode import SCALE, Mode, rate_of
 from polytempo.sync.policy import Policy
 from polytempo.sync.progress import HeldWorkers, Progress
-from polytempo.sync.promises import Promises
 
 __all__ = [
     "SCALE",

@@ -14,11 +14,10 @@ from test_properties import Game, only, play, under_each
 
 from polytempo.errors import OrderError
 from polytempo.sync.actions import Admit, Release
-from polytempo.sync.adpsgd import BIPARTITE, PairMachine, draw, passive_neighbours
+from polytempo.sync.adpsgd import BIPARTITE, PairAveraging, PairMachine, draw, passive_neighbours
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Left, Pushed
 from polytempo.sync.machine import AskPartner, Leaving, Replied
-from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
 
 SYNCS = tuple(f"adpsgd:{topology}" for topology in BIPARTITE)
 
@@ -190,22 +189,21 @@ def test_a_joiner_that_leaves_while_it_waits_for_a_model_computes_nothing() -> N
 
 def test_a_pair_is_averaged() -> None:
     active, passive = PairAveraging(0), PairAveraging(1)
-    request = active.begin(4, 1)
-    assert request == PairRequest(0, 1, 4)
+    active.begin(4, 1)
     assert active.waiting_for == 1
-    reply = passive.requested(request)
-    assert reply == PairReply(1, 0, 4, averaged=True)
-    assert active.replied(reply)
+    assert passive.grants()
+    assert active.replied(1, 4)
     assert active.waiting_for is None
-    assert not active.replied(reply), "once"
+    assert not active.replied(1, 4), "once"
 
 
 def test_one_that_waits_declines_and_goes_on() -> None:
     one, other = PairAveraging(0), PairAveraging(1)
-    ours, theirs = one.begin(0, 1), other.begin(0, 0)
-    assert one.requested(theirs) == PairReply(0, 1, 0, averaged=False)
-    assert other.replied(one.requested(theirs))
-    assert other.requested(ours) == PairReply(1, 0, 0, averaged=True)
+    one.begin(0, 1)
+    other.begin(0, 0)
+    assert not one.grants()
+    assert other.replied(0, 0)
+    assert other.grants()
 
 
 def test_a_lost_partner_ends_the_wait_and_its_late_reply_is_ignored() -> None:
@@ -213,9 +211,9 @@ def test_a_lost_partner_ends_the_wait_and_its_late_reply_is_ignored() -> None:
     active.begin(7, 3)
     assert not active.lost(1)
     assert active.lost(3)
-    assert not active.replied(PairReply(3, 2, 7, averaged=True))
+    assert not active.replied(3, 7)
     active.begin(8, 3)
-    assert not active.replied(PairReply(3, 2, 7, averaged=True)), "of another step"
+    assert not active.replied(3, 7), "of another step"
 
 
 def test_what_a_driver_may_not_do() -> None:

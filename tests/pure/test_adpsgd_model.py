@@ -1,7 +1,7 @@
 """AD-PSGD in every order of deliveries: no worker waits for ever, and averages keep the sum.
 
 The walk goes through all states that 2 to 5 members can reach, each once, with the state machine that live workers use
-(`sync/pairwise.py`) and the roles of `sync/adpsgd.py`, for any partner that may be drawn. Messages between two members
+(`PairAveraging`) and the roles of `sync/adpsgd.py`, for any partner that may be drawn. Messages between two members
 arrive in the order sent, all else in any order: a member begins its step, a message arrives, a step ends; and in some walks
 a member dies, with or without its messages, and the others hear of it at any later moment, or one joins whose rank shifts
 all roles by one place.
@@ -19,10 +19,26 @@ from typing import NamedTuple
 
 import pytest
 
-from polytempo.sync.adpsgd import passive_neighbours
-from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
+from polytempo.sync.adpsgd import PairAveraging, passive_neighbours
 
 SCALE = 1 << 40  # values stay whole through this many halvings
+
+
+class PairRequest(NamedTuple):
+    """`sender` asks `receiver` to average; `step` is the sender's."""
+
+    sender: int
+    receiver: int
+    step: int
+
+
+class PairReply(NamedTuple):
+    """The answer to the request of the same step."""
+
+    sender: int
+    receiver: int
+    step: int
+    averaged: bool
 
 
 class Member(NamedTuple):
@@ -135,7 +151,8 @@ class Walk:
         if doing.partner < 0:
             return changed(world, rank, doing._replace(begun=True))
         pair = PairAveraging(rank)
-        request = pair.begin(doing.step, doing.partner)
+        pair.begin(doing.step, doing.partner)
+        request = PairRequest(rank, doing.partner, doing.step)
         heard = doing.partner in world.gone and (rank, doing.partner) not in world.unheard
         if heard:  # the driver knows that the partner is gone
             assert pair.lost(doing.partner)
@@ -161,7 +178,7 @@ class Walk:
             pair.begin(doing.step, doing.partner)
         if isinstance(message, PairRequest):
             return self.asked(world, pair, message, value)
-        if not pair.replied(message):
+        if not pair.replied(message.sender, message.step):
             self.seen["ignored"] += 1
             return world
         self.seen["averaged" if message.averaged else "declined"] += 1
@@ -170,7 +187,7 @@ class Walk:
         return replace(twin, values={**world.values, receiver: value}) if message.averaged else twin
 
     def asked(self, world: World, pair: PairAveraging, request: PairRequest, value: int) -> World:
-        reply = pair.requested(request)
+        reply = PairReply(pair.rank, request.sender, request.step, pair.grants())
         assert reply.averaged == (pair.waiting_for is None)
         if not reply.averaged:
             return sent(world, reply, 0) if request.sender not in world.gone else world

@@ -17,10 +17,8 @@ from planted import ASP, BSP, PLANTED, SSP, Copy, Planted, brought
 from typer.testing import CliRunner
 
 from polytempo.errors import ModeError
-from polytempo.proving.check import CheckReport, check
-from polytempo.proving.first_look import first_look
+from polytempo.proving.check import CheckReport, check, first_look, follows_the_clock
 from polytempo.proving.games import Game, shrunk
-from polytempo.proving.sizes import follows_the_clock
 from polytempo.proving.small_job import Job
 from polytempo.proving.states import canonical, twin
 from polytempo.proving.walk import BrokenOnTheWay, Walk

@@ -41,6 +41,8 @@ REWORDED = {
     "sync={} needs {}, which {} does not start; use polytempo run": (
         "sync='{}' needs servers, which {} does not start; use polytempo run"
     ),
+    "{}: build of {} makes {}, expected a Policy": "{}: {} of {} makes {}, expected a {}",
+    "{}: machine of {} makes {}, expected a WorkerMachine": "{}: {} of {} makes {}, expected a {}",
     "{} for shard {} came from {}": "{} for {} {} came from {}",
     "{} for worker {} came from {}": "{} for {} {} came from {}",
     "{}: expected {}; got {}": "{}: {} {}; got {}",

@@ -9,9 +9,8 @@ import pytest
 
 from polytempo.door import bring_file
 from polytempo.errors import ModeError, SpecError
-from polytempo.proving.check import check
+from polytempo.proving.check import check, first_look
 from polytempo.proving.endless import returning_within
-from polytempo.proving.first_look import first_look
 from polytempo.sync.compatibility import Feature, conflict
 from polytempo.sync.spec import parse_spec
 

@@ -308,8 +308,8 @@ def _look_at(spec: Spec, workers: int) -> None:
 
     Raises: ModeError, one line with file and line."""
     if spec.mode.origin is not None:
+        from polytempo.proving.check import first_look
         from polytempo.proving.endless import returning_within
-        from polytempo.proving.first_look import first_look
 
         with returning_within(spec, LOOK):
             first_look(spec, workers)

@@ -1,28 +1,30 @@
-"""The whole check of a mode, within some seconds: games, walks, and one worker against a plain loop.
+"""What is played to look at a mode: the whole check within some seconds, and a first look before a job.
 
-What is found first is shown, after the smallest sequence of events that leads to it; then the check ends.
+    check        games, walks, and one worker against a plain loop. What is found first is shown, after the smallest sequence
+                 of events that leads to it; then the check ends
+    first_look   a few small games, before the processes of a job are started: a fraction of a second
+
+How large the games and the jobs of walks are is chosen from the spec alone: of our modes and of those users bring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from polytempo.errors import ModeError, SpecError, UsageError
+from polytempo.errors import ModeError, PolytempoError, SpecError, UsageError, counted
 from polytempo.proving.alone import look_at_one_worker
 from polytempo.proving.finding import Finding, of_error, of_game, of_way
-from polytempo.proving.first_look import first_games
-from polytempo.proving.games import Game, Play, look_again, random_game, shrunk
+from polytempo.proving.games import KINDS, PAUSES, PICKS, Game, Play, random_game, shrunk
 from polytempo.proving.judge import PROMISES
-from polytempo.proving.sizes import fitting, follows_the_clock, jobs
+from polytempo.proving.small_job import Job
 from polytempo.proving.states import Broken
 from polytempo.proving.walk import BrokenOnTheWay, Walk
+from polytempo.sync.actions import Action, Release, Wake
 from polytempo.sync.capabilities import MadeOf
-from polytempo.sync.promises import stated
 from polytempo.sync.spec import Spec, parse_spec
-from polytempo.sync.watch import called
 
 #: Of the seconds that a check may take, the part that games and the part that walks may have come to when they end.
 GAMES_END, WALKS_END = 0.35, 0.85
@@ -137,18 +139,13 @@ class _Check:
     def run(self, alone: bool) -> CheckReport:
         report = self._report
         try:
-            report.not_promised = self._made(lambda: not_promised(self._spec))
+            report.not_promised = not_promised(self._spec)
             self._try_options()
             report.finding = self._play_games() or self._walk() or (self._train() if alone else None)
         except ModeError as error:  # it cannot even be made
             report.finding = of_error(error)
         report.seconds = self._now() - self._began
         return report
-
-    def _made(self, call: Callable[[], Any]) -> Any:
-        """What a function of the mode's declaration returns; `ModeError` where it fails."""
-        origin = self._spec.mode.origin
-        return call() if origin is None else called(origin, call)
 
     def _try_options(self) -> None:
         """Each option that is not given can be: both halves of the mode can be made with its example."""
@@ -172,7 +169,7 @@ class _Check:
     def _play_games(self) -> Finding | None:
         spec = self._spec
         most = max(2, min(12, LOCAL_STEPS // spec.period))
-        lead = stated(spec.mode.promises.lead, *spec.arguments, **spec.options)
+        lead = spec.declared(spec.mode.promises.lead)
         if lead is not None and spec.period == 1:
             most = max(most, min(lead + 4, 40))
         opening = first_games(spec, 3)
@@ -194,9 +191,7 @@ class _Check:
         """The promise that a game breaks; empty: none."""
         play = Play(self._spec, game)
         try:
-            play.run()
-            if again:
-                look_again(self._spec, play)
+            play.run(again)
         except Broken as error:
             return error.promise
         except Exception as error:  # noqa: BLE001  a failure of the mode's code is what is looked for
@@ -211,7 +206,9 @@ class _Check:
         games, events, broken = self._report.games, self._report.events, self._breaks(game, again)
 
         def breaks(smaller: Game) -> bool:
-            return self._fits(smaller) and not self._is_over(WALKS_END) and self._breaks(smaller, again) == broken
+            if fitting(self._spec, smaller.workers) != smaller.workers or self._is_over(WALKS_END):
+                return False
+            return self._breaks(smaller, again) == broken
 
         smaller = shrunk(game, breaks, TRIES)
         self._report.games, self._report.events = games, events
@@ -231,13 +228,6 @@ class _Check:
                 other = of_way(job, error.way)
                 return other if other is not None and len(other.story) < len(finding.story) else finding
         return finding
-
-    def _fits(self, game: Game) -> bool:
-        try:
-            self._spec.policy(game.workers)
-        except SpecError:
-            return False
-        return True
 
     # Walks.
 
@@ -277,14 +267,173 @@ class _Check:
 
 def not_promised(spec: Spec) -> tuple[str, ...]:
     """The promises that a mode does not make."""
-    promises, can, about = spec.mode.promises, spec.capabilities, (spec.arguments, spec.options)
+    promises, can = spec.mode.promises, spec.capabilities
     made = {
-        "lead": stated(promises.lead, *about[0], **about[1]) is not None,
-        "waits": stated(promises.waits, *about[0], **about[1]) is not None,
+        "lead": spec.declared(promises.lead) is not None,
+        "waits": spec.declared(promises.waits) is not None,
         "quorum": promises.quorum is not None,
         "round": can.update is MadeOf.ALL,
         "even": promises.even,
         "rows": can.neighbours,
-        "alone": stated(promises.alone, *about[0], **about[1]),
+        "alone": spec.declared(promises.alone),
     }
     return tuple(name for name, promised in made.items() if not promised)
+
+
+# How large what is played is.
+
+#: Workers that a mode may need at least; more are not tried.
+MOST_WORKERS = 8
+#: Games that are played to see whether a mode follows the clock.
+PROBES = 12
+#: The deadline of jobs in which time matters, in steps.
+DEADLINE = 2.0
+#: In place of what was decided, where a policy asks to be woken.
+WOKEN = "it asks to be woken"
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is walked through."""
+
+    workers: int = 2
+    steps: int = 2  #: pushes of each worker
+    losses: int = 0
+    joins: int = 0
+
+    def __str__(self) -> str:
+        lost, come = "one dies or leaves" if self.losses else "", "one joins" if self.joins else ""
+        return ", ".join(filter(None, (counted(self.workers, "worker"), f"{self.steps} pushes each", lost, come)))
+
+
+#: The smallest first.
+SIZES = (
+    Size(1),
+    Size(),
+    Size(losses=1),
+    Size(joins=1),
+    Size(steps=3, losses=1),
+    Size(steps=3, joins=1),
+    Size(workers=3, losses=1),
+)
+
+
+def fitting(spec: Spec, workers: int) -> int:
+    """This number of workers, or the next larger one with which the mode works; 0: there is none.
+
+    Raises:
+        ModeError: The mode's own code fails.
+    """
+    for number in range(workers, MOST_WORKERS + 1):
+        try:
+            spec.policy(number)
+        except SpecError:
+            continue
+        return number
+    return 0
+
+
+def jobs(spec: Spec, timed: bool) -> Iterator[tuple[Size, Job]]:
+    """The jobs that are walked through, the smallest first; `timed`: of a mode that follows the clock."""
+    done = set()
+    for size in SIZES:
+        workers = fitting(spec, size.workers)
+        size = Size(workers, size.steps, size.losses, size.joins)
+        if workers and size not in done:
+            done.add(size)
+            yield size, job_of(spec, size, timed)
+
+
+def job_of(spec: Spec, size: Size, timed: bool) -> Job:
+    """A job of this size; of pushes with several local steps the last is short."""
+    last = size.steps * spec.period - (spec.period > 1)
+    can = spec.capabilities
+    beside = can.fetches or (can.averages and not can.waits)  # neither its pushes nor its workers wait: too many worlds
+    return Job(
+        spec,
+        size.workers,
+        last,
+        can.ahead + 1,
+        DEADLINE if timed else 0.0,
+        1,
+        size.losses,
+        size.joins,
+        prompt=bool(size.joins) and beside,
+    )
+
+
+def follows_the_clock(spec: Spec, seed: int = 0) -> bool:
+    """Do decisions of this mode depend on moments? Games are played at two paces, which must differ then."""
+    if spec.capabilities.by_speed:
+        return True
+    dice = Random(seed)
+    for _ in range(PROBES):
+        game = random_game(dice, 4, 8 if spec.period < 8 else 2, 40)
+        workers = fitting(spec, game.workers)
+        if not workers:
+            return False
+        paces = [_decided(spec, Game(workers, game.steps, moves, 0)) for moves in (game.moves, _hurried(game.moves))]
+        if paces[0] != paces[1] or WOKEN in paces:
+            return True
+    return False
+
+
+def _hurried(moves: tuple[int, ...]) -> tuple[int, ...]:
+    """The same moves without pauses between them."""
+    before = len(KINDS) * PICKS
+    return tuple(number % before + number // (before * len(PAUSES)) * before * len(PAUSES) for number in moves)
+
+
+def _decided(spec: Spec, game: Game) -> list[list[Action]] | str:
+    play = Play(spec, game, explains=False)
+    try:
+        play.run()
+    except (Broken, PolytempoError) as error:  # found elsewhere
+        return type(error).__name__
+    wakes = any(isinstance(action, Wake) for _, _, _, actions in play.history for action in actions)
+    if wakes:
+        return WOKEN
+    return [[action for action in actions if isinstance(action, Release)] for _, _, _, actions in play.history]
+
+
+# The first look.
+
+#: Workers of such a job, and pushes of each, at most.
+FEW, FEW_STEPS = 3, 4
+#: Above this number of (local) steps for a push there are fewer pushes.
+LONG = 16
+
+_LEAVE, _DIE, _NOTICE, _JOIN = (KINDS.index(kind) for kind in ("leave", "die", "notice", "join"))
+
+
+def first_look(spec: Spec, workers: int) -> None:
+    """Play a few small jobs of a mode, before one of this number of workers is started.
+
+    Raises:
+        ModeError: A promise is broken; one line with file and line.
+        SpecError: The mode cannot be made for this number of workers.
+    """
+    if spec.mode.origin is None:
+        return
+    spec.policy(workers)
+    for game in first_games(spec, workers):
+        fits = fitting(spec, game.workers)  # a mode may need more
+        finding = of_game(spec, replace(game, workers=fits)) if fits else None
+        if finding is not None:
+            raise ModeError(finding.line)
+
+
+def first_games(spec: Spec, workers: int) -> list[Game]:
+    """Jobs in which nothing befalls, of one worker and of a few; in which one leaves, and in which one joins."""
+    few = min(workers, FEW)
+    steps = FEW_STEPS if spec.period <= LONG else 2
+    some = (0,) * few
+    games = [Game(few, steps, (), ends=ends) for ends in ("slowest", "fastest")]
+    games += [
+        Game(few, steps, (*some, _LEAVE)),
+        Game(few, steps, (*some, _DIE, _NOTICE)),
+        Game(few, steps, (*some, 0, _JOIN)),
+    ]
+    if few > 1:
+        games.append(Game(1, steps, ()))
+    return games

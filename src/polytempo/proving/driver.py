@@ -1,7 +1,6 @@
 """Machines and policies in a job of messages: a second, independent statement of how orders are performed.
 
-Nothing here is the simulator's. A `JobWorld` is a value: what every worker does, what is in flight, and what a job may still
-meet with. `JobWorld`s are equal where everything that comes can only be equal, so a walk goes through each once.
+Nothing here is the simulator's. A move makes a `JobWorld` of the one before it (`small_job.py`):
 
     up, down     what a worker tells the policies and what it is told: each in the order sent, at any later moment
     calls        requests and replies of pairs: in order between two workers, else in any
@@ -21,44 +20,45 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polytempo.proving.small_job import ALIVE, AWAITED, AWAY, DEAD, NO_MODEL, Doing, Job, JobWorld, Move, in_flight, replaced
+from polytempo.proving.orders import Performer
+from polytempo.proving.small_job import ALIVE, AWAITED, AWAY, DEAD, Doing, Draft, Job, JobWorld, Move, replaced
 from polytempo.proving.states import Broken, Interned, States
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
 from polytempo.sync.events import NOT_MEASURED, Event, Joined, Left, Measured, Pushed, Ticked
-from polytempo.sync.fields import Fields
 from polytempo.sync.machine import (
-    Abandon,
-    AddStep,
     AllArrived,
     AnswerPartner,
-    AskAgain,
     Asked,
-    AskPartner,
-    Begin,
-    Compute,
     Computed,
     Dropped,
     Fetched,
-    GoHome,
-    Install,
     Leaving,
-    Mix,
     Parted,
-    PushStep,
     Replied,
     Requested,
-    RequestValues,
-    SendModel,
-    SendPush,
-    Settle,
-    Snapshot,
     StartsAt,
-    StepHere,
     TimeUp,
     WorkerEvent,
-    WorkerMachine,
     WorkerOrder,
 )
+
+
+class Witness:
+    """Hears what policies and machines are asked and answer. A walk has none."""
+
+    def asked(self, thing: object, event: type, args: tuple[Any, ...], answer: Callable[[], Any]) -> Any:
+        """A policy or a machine is asked: the call that makes it answer."""
+        return answer()
+
+    def hears_policy(self, part: int, event: Event, now: float, actions: list[Action]) -> None:
+        """The policy of a fragment has answered an event."""
+
+    def hears_machine(self, rank: int, event: WorkerEvent, orders: Sequence[WorkerOrder]) -> None:
+        """A worker's machine has."""
+
+    def weigh(self, rank: int, steps: int) -> float:
+        """The samples in a push of this number of steps."""
+        return steps
 
 
 class Driver:
@@ -70,50 +70,23 @@ class Driver:
         job: What is played.
         states: `Interned`, where one world has several after it; `Played`, where it has one.
         explains: Do policies say why workers are held?
+        witness: Hears of all that is asked and answered.
     """
 
-    def __init__(self, job: Job, states: Callable[[], States] = Interned, explains: bool = False) -> None:
-        self.job, self.spec, self.explains = job, job.spec, explains
+    def __init__(
+        self, job: Job, states: Callable[[], States] = Interned, explains: bool = False, witness: Witness | None = None
+    ) -> None:
+        self.job, self.spec, self.explains, self.witness = job, job.spec, explains, witness
         self.policies, self.machines = states(), states()
-        #: Hear of what a policy is told and answers (fragment, event, moment, actions); of a machine with its rank.
-        self.hears_policy: Callable[[int, Event, float, Sequence[Action]], object] | None = None
-        self.hears_machine: Callable[[int, WorkerEvent, Sequence[WorkerOrder]], object] | None = None
-        self.weigh: Callable[[int, int], float] | None = None  #: samples of a push: of which worker, of how many steps
-        self.asked = 0  #: how many times a policy or a machine was
-        self.traced: tuple[int, Callable[[Callable[[], Any]], Any]] | None = None  #: which of them is made by what
         self.current: object = None  #: the action or order that is carried out
-        #: The policy or machine that was asked last, and on what event.
-        self.answering: tuple[object, type, tuple[Any, ...]] = (None, type(None), ())
         self.seen: Counter[str] = Counter()
-        machine = self._new_machine(0)
+        machine = job.spec.machine(0, job.last)
         self.brings, self.parts, self.micro = machine.brings, machine.parts, machine.micro
         self.averaging = job.spec.averaging
-        self.corrections = job.spec.corrections if machine.brings != "values" else None
-        self.versions = self.corrections is not None and self.corrections.any
-        self._performs: dict[type, Callable[[int, Any], None]] = {
-            Compute: self._compute,
-            StepHere: self._step_here,
-            PushStep: self._push_step,
-            SendPush: self._send_push,
-            SendModel: self._send_model,
-            AskPartner: self._ask_partner,
-            RequestValues: self._request_values,
-            Install: self._install,
-            Begin: self._begin,
-            Mix: self._mix,
-            Snapshot: self._snapshot,
-            AddStep: self._add_step,
-            Abandon: self._abandon,
-            AskAgain: self._ask_again,
-            Settle: self._settle,
-            GoHome: self._go_home,
-        }
-        # The world that is being made.
-        self.workers: list[Doing] = []
-        self.seconds, self.chose = 1.0, False  # what a step takes that begins in this move, and whether one does
-
-    def _new_machine(self, rank: int) -> WorkerMachine:
-        return self.spec.machine(rank, self.job.last)
+        self.corrections = job.spec.corrections
+        self.versions = self.corrections.any
+        self.draft = Draft()  #: the world that is being made
+        self._performer = Performer(job, self.draft, self.machines, machine)
 
     def first(self) -> JobWorld:
         """All workers are awaited."""
@@ -149,7 +122,8 @@ class Driver:
                     yield "fetched", rank
                 if doing.settles and not doing.up:
                     yield "settled", rank
-                if self._may_go(doing):
+                idle = doing.ends == math.inf and not doing.up and not doing.again
+                if idle and (doing.home or doing.leaving) and self.machines.things[doing.machine].is_free:
                     yield "gone", rank
             elif doing.status == AWAITED:
                 yield "start", rank
@@ -163,7 +137,7 @@ class Driver:
             later = min([later, *world.wakes])
             if any(at <= world.now for at in world.wakes):
                 yield ("tick",)
-            elif world.now < later < math.inf and (world.odd or not in_flight(world)):
+            elif world.now < later < math.inf and (world.odd or not world.in_flight):
                 yield "clock", later
 
     def chances(self, world: JobWorld) -> Iterator[Move]:
@@ -178,58 +152,91 @@ class Driver:
                 yield "joins", rank
 
     def deadline_of(self, doing: Doing) -> float:
+        """When the round of a worker ends; inf: it is in none, or that has no deadline."""
         machine = self.machines.things[doing.machine]
         return machine.ends_at if getattr(machine, "in_round", False) else math.inf
 
-    def _may_go(self, doing: Doing) -> bool:
-        idle = doing.ends == math.inf and not doing.up and not doing.again
-        return idle and (doing.home or doing.leaving) and self.machines.things[doing.machine].is_free
-
     def after(self, world: JobWorld, move: Move, which: int | None = None) -> Iterator[JobWorld]:
-        """The worlds after a move: as many as there are durations, where it makes a worker compute.
-
-        Args:
-            world: The one before.
-            move: The move.
-            which: The only one that is wanted; where states are `Played`, there is one.
-        """
+        """The worlds after a move: as many as there are durations, where it makes a worker compute; or only that number
+        `which` of them. Where states are `Played`, there is one."""
+        draft, in_flight = self.draft, move[0] == "clock" and world.in_flight
+        # Where the mode follows the clock, a few steps of a job may take no time, or as long as the deadline.
         durations = (1.0, 0.0, self.job.deadline) if world.odd and self.job.deadline else (1.0,)
         for seconds in durations if which is None else durations[which : which + 1]:
-            self.seconds, self.workers, self.chose = seconds, list(world.workers), False
-            self.policy_numbers, self.pending, self.calls = list(world.policies), list(world.pending), list(world.calls)
-            self.mail, self.wakes, self.now, self.version = set(world.mail), world.wakes, world.now, world.version
-            self.losses, self.joins, self.cuts = world.losses, world.joins, world.cuts
-            kind, *about = move
-            getattr(self, "_" + kind.replace(" ", "_"))(*about)
-            yield JobWorld(
-                tuple(self.policy_numbers),
-                tuple(self.workers),
-                tuple(sorted(self.pending)),
-                tuple(self.calls),
-                frozenset(self.mail),
-                self.cuts,
-                self.wakes,
-                self.now,
-                self.version,
-                self.losses,
-                self.joins,
-                world.odd - ((self.chose and self.seconds != 1.0) or (kind == "clock" and in_flight(world))),
-            )
-            if not self.chose:
+            draft.begin(world, seconds)
+            self._make(move)
+            yield draft.world(world.odd - ((draft.chose and seconds != 1.0) or in_flight))
+            if not draft.chose:
                 return
 
-    # Moves.
+    def _make(self, move: Move) -> None:
+        draft, change = self.draft, self.draft.change
+        match move:
+            case "clock", now:
+                draft.now = now
+            case ("tick",):
+                draft.wakes = tuple(at for at in draft.wakes if at > draft.now)
+                for part in range(self.parts):
+                    self._decide(part, Ticked, ())
+            case "computed", rank:
+                doing = draft.workers[rank]
+                unsent, spent = tuple(count + 1 for count in doing.unsent), doing.spent + doing.took
+                change(rank, ends=math.inf, unsent=unsent, spent=spent, took=0.0)
+                self._tell(rank, Computed, doing.took)
+            case "time is up", rank:
+                self._tell(rank, TimeUp, draft.workers[rank].pushes[0])
+            case "asked", rank:
+                change(rank, again=False)
+                self._tell(rank, Asked)
+            case "fetched", rank:
+                change(rank, fetching=False, come=(True,))
+                self._tell(rank, Fetched)
+            case "settled", rank:
+                change(rank, settles=False)
+                self._tell(rank, AllArrived)
+            case "told", rank:
+                self._told(rank)
+            case "arrives", rank:
+                self._arrives(rank)
+            case "calls", sender, receiver:
+                self._calls(sender, receiver)
+            case "start", rank:
+                self._start(rank)
+            case "joins", rank:
+                draft.joins -= 1
+                if draft.workers[rank].status == DEAD:
+                    self._part_with(rank, "lost")
+                self._start(rank)
+            case "leaves", rank:
+                draft.losses -= 1
+                change(rank, leaving=True)
+                self._tell(rank, Leaving)
+            case "dies", rank:
+                draft.losses -= 1
+                draft.workers[rank] = Doing(DEAD, up=draft.workers[rank].up)
+                draft.mail = {letter for letter in draft.mail if letter[2] != rank}
+            case "noticed", rank:
+                self._part_with(rank, "lost")
+            case "gone", rank:
+                self._gone(rank)
 
-    def _change(self, rank: int, **changes: Any) -> None:
-        self.workers[rank] = self.workers[rank]._replace(**changes)
+    # What a worker hears, and sends.
+
+    def _ask(self, states: States, number: int, event: type, args: tuple[Any, ...], *about: Any) -> tuple[Any, int]:
+        if self.witness is None:
+            return states.handle(number, event, args, *about)
+        answer: tuple[Any, int] = self.witness.asked(
+            states.things[number], event, args, lambda: states.handle(number, event, args, *about)
+        )
+        return answer
 
     def _tell(self, rank: int, event: type, *args: Any, part: int = 0) -> None:
         """Tell a machine, and perform its orders."""
-        doing = self.workers[rank]
-        orders, number = self._ask(self.machines, doing.machine, event, args, self.now, part)
-        self.workers[rank] = doing._replace(machine=number)
-        if self.hears_machine is not None:
-            self.hears_machine(rank, event(*args), orders)
+        doing = self.draft.workers[rank]
+        orders, number = self._ask(self.machines, doing.machine, event, args, self.draft.now, part)
+        self.draft.workers[rank] = doing._replace(machine=number)
+        if self.witness is not None:
+            self.witness.hears_machine(rank, event(*args), orders)
         answers = 0
         for order in orders:
             kind, self.current = type(order), order
@@ -240,100 +247,54 @@ class Driver:
                 if (order.asker, order.step) != args:
                     raise Broken(f"{order} answers another request")
                 answers += 1
-                self._answer(rank, order)
-            elif kind in self._performs:
-                self._performs[kind](rank, order)
-            else:
-                raise Broken(f"worker {rank} orders {order!r}, which is no order")
+            self._performer.perform(rank, order)
         self.current = None
         if answers != (event is Requested):
             raise Broken(f"a request of worker {args} has {answers} answers")
 
-    def _ask(self, states: States, number: int, event: type, args: tuple[Any, ...], *about: Any) -> tuple[Any, int]:
-        """What a policy or a machine answers."""
-        self.asked += 1
-        self.answering = states.things[number], event, args
-        if self.traced is None or self.traced[0] != self.asked:
-            return states.handle(number, event, args, *about)
-        answer: tuple[Any, int] = self.traced[1](lambda: states.handle(number, event, args, *about))
-        return answer
-
-    def _clock(self, now: float) -> None:
-        self.now = now
-
-    def _computed(self, rank: int) -> None:
-        doing = self.workers[rank]
-        self._change(
-            rank,
-            ends=math.inf,
-            unsent=tuple(count + 1 for count in doing.unsent),
-            spent=doing.spent + doing.took,
-            took=0.0,
-        )
-        self._tell(rank, Computed, doing.took)
-
-    def _time_is_up(self, rank: int) -> None:
-        self._tell(rank, TimeUp, self.workers[rank].pushes[0])
-
-    def _asked(self, rank: int) -> None:
-        self._change(rank, again=False)
-        self._tell(rank, Asked)
-
-    def _fetched(self, rank: int) -> None:
-        self._change(rank, fetching=False, come=(True,))
-        self._tell(rank, Fetched)
-
-    def _settled(self, rank: int) -> None:
-        self._change(rank, settles=False)
-        self._tell(rank, AllArrived)
-
-    def _leaves(self, rank: int) -> None:
-        self.losses -= 1
-        self._change(rank, leaving=True)
-        self._tell(rank, Leaving)
-
     def _told(self, rank: int) -> None:
         """A worker hears of what a policy has decided."""
-        doing = self.workers[rank]
+        draft, doing = self.draft, self.draft.workers[rank]
         (kind, part, *about), *rest = doing.down
-        self.workers[rank] = doing = doing._replace(down=tuple(rest))
+        draft.workers[rank] = doing = doing._replace(down=tuple(rest))
         if kind == "admit":
-            self._change(rank, pushes=replaced(doing.pushes, part, about[0]))
+            draft.change(rank, pushes=replaced(doing.pushes, part, about[0]))
             self._tell(rank, Admit, rank, about[0], part=part)
             if self.averaging is not None:
                 interval = max(1, self.averaging.period // self.parts)
-                turn = self.machines.things[self.workers[rank].machine].turn
+                turn = self.machines.things[draft.workers[rank].machine].turn
                 self._tell(rank, StartsAt, min(turn * interval, self.job.last))
         elif kind == "release":
             self._hear_release(rank, doing, part, *about)
         elif kind == "dropped":
-            self._change(rank, dropped=True)
+            draft.change(rank, dropped=True)
             self._tell(rank, Dropped)
         else:
             self._tell(rank, Parted, *about)
             if doing.asks is not None and doing.asks[0] == about[0]:
-                self._change(rank, asks=None)
+                draft.change(rank, asks=None)
 
     def _hear_release(self, rank: int, doing: Doing, part: int, step: int, directive: Any, version: int) -> None:
-        before, pushes = doing.released[part], doing.pushes
+        before = doing.released[part]
         if step <= before:
             raise Broken(f"worker {rank} is released for step {step} after step {before}")
-        if doing.dropped:
-            pushes = replaced(pushes, part, step)
-        come = doing.come if self.brings == "sum" else replaced(doing.come, part, True)
-        model = doing.model or self.brings not in ("nothing", "sum", "values")
-        self._change(
-            rank, released=replaced(doing.released, part, step), pushes=pushes, come=come, model=model, dropped=False,
+        self.draft.change(
+            rank,
+            released=replaced(doing.released, part, step),
+            pushes=replaced(doing.pushes, part, step) if doing.dropped else doing.pushes,
+            come=doing.come if self.brings == "sum" else replaced(doing.come, part, True),
+            model=doing.model or self.brings not in ("nothing", "sum", "values"),
+            dropped=False,
             version=version,
-        )  # fmt: skip
+        )
         self._tell(rank, Release, rank, step, 0, directive, part=part)
 
     def _arrives(self, rank: int) -> None:
         """A push has reached its policy."""
-        doing = self.workers[rank]
+        doing = self.draft.workers[rank]
         (_, part, step, count, seconds, version, own), *rest = doing.up
-        self._change(rank, up=tuple(rest))
-        self.pending.append((part, rank, step))
+        self.draft.change(rank, up=tuple(rest))
+        self.draft.pending.append((part, rank, step))
         samples: float = count
         measured = NOT_MEASURED
         if self.brings == "values":
@@ -347,20 +308,17 @@ class Driver:
             samples = 1
         if own is not None:
             measured = replace(measured, fields=own)
-        if self.weigh is not None and samples:
-            samples = self.weigh(rank, count)
+        if self.witness is not None and samples and self.brings != "nothing":
+            samples = self.witness.weigh(rank, count)
         self._decide(part, Pushed, (rank, step, samples, (), count, measured), version)
 
-    def _tick(self) -> None:
-        self.wakes = tuple(at for at in self.wakes if at > self.now)
-        for part in range(self.parts):
-            self._decide(part, Ticked, ())
-
     def _calls(self, sender: int, receiver: int) -> None:
-        call = next(call for call in self.calls if call[:2] == (sender, receiver))
-        self.calls.remove(call)
+        """The next request or reply of a pair arrives."""
+        draft = self.draft
+        call = next(call for call in draft.calls if call[:2] == (sender, receiver))
+        draft.calls.remove(call)
         _, _, kind, step, averaged = call
-        doing = self.workers[receiver]
+        doing = draft.workers[receiver]
         if doing.status != ALIVE:
             return
         if kind == "request":
@@ -368,48 +326,26 @@ class Driver:
             return
         awaited = doing.asks == (sender, step)
         if awaited:
-            self._change(receiver, asks=None, model=doing.model or averaged)
-        machine = doing.machine
+            draft.change(receiver, asks=None, model=doing.model or averaged)
         self._tell(receiver, Replied, sender, step, averaged)
-        if not awaited and self.workers[receiver].machine != machine:
+        if not awaited and draft.workers[receiver].machine != doing.machine:
             raise Broken(f"worker {receiver} heeds a reply that it does not await")
 
     # Members.
 
     def _start(self, rank: int) -> None:
-        """A worker begins a life."""
-        parts = range(self.parts)
-        doing = Doing(
-            ALIVE,
-            self.machines.number(self._new_machine(rank)),
-            released=tuple(-1 for _ in parts),
-            pushes=tuple(0 for _ in parts),
-            unsent=tuple(0 for _ in parts),
-            come=tuple(False for _ in parts),
+        none, machine = (0,) * self.parts, self.machines.number(self.spec.machine(rank, self.job.last))
+        self.draft.workers[rank] = Doing(
+            ALIVE, machine, released=(-1,) * self.parts, pushes=none, unsent=none, come=(False,) * self.parts
         )
-        self.workers[rank] = doing
-        for part in parts:
+        for part in range(self.parts):
             self._decide(part, Joined, (rank,))
 
-    def _joins(self, rank: int) -> None:
-        self.joins -= 1
-        if self.workers[rank].status == DEAD:
-            self._noticed(rank)
-        self._start(rank)
-
-    def _dies(self, rank: int) -> None:
-        self.losses -= 1
-        doing = self.workers[rank]
-        self.workers[rank] = Doing(DEAD, up=doing.up)
-        self.mail = {letter for letter in self.mail if letter[2] != rank}
-
-    def _noticed(self, rank: int) -> None:
-        self._part_with(rank, "lost")
-
     def _gone(self, rank: int) -> None:
-        doing, machine = self.workers[rank], self.machines.things[self.workers[rank].machine]
+        """A worker goes home: it has made all its steps, unless it was told to leave."""
+        doing = self.draft.workers[rank]
         if not doing.leaving:
-            if not machine.done:
+            if not self.machines.things[doing.machine].done:
                 raise Broken(f"worker {rank} goes home before its last step")
             late = self.brings == "batches"  # what is done after the last push is returned by the driver
             if not late and any(doing.unsent):
@@ -423,243 +359,47 @@ class Driver:
         self._part_with(rank, "finished")
 
     def _part_with(self, rank: int, reason: str) -> None:
-        self.workers[rank] = Doing(AWAY)
-        if all(doing.status == AWAY for doing in self.workers):
-            self.cuts = ()  # who comes next cuts a joint batch that none has computed on, or a later one
-        self.mail = {letter for letter in self.mail if letter[2] != rank}
-        self.calls = [call for call in self.calls if call[1] != rank]
-        self.pending = [(part, -1 - rank if worker == rank else worker, step) for part, worker, step in self.pending]
+        """The others know that a worker is gone; what was on its way to it is lost."""
+        draft = self.draft
+        draft.workers[rank] = Doing(AWAY)
+        if all(doing.status == AWAY for doing in draft.workers):
+            draft.cuts = ()  # who comes next cuts a joint batch that none has computed on, or a later one
+        draft.mail = {letter for letter in draft.mail if letter[2] != rank}
+        draft.calls = [call for call in draft.calls if call[1] != rank]
+        draft.pending = [(part, -1 - rank if worker == rank else worker, step) for part, worker, step in draft.pending]
         for part in range(self.parts):
             self._decide(part, Left, (rank, reason))
-        for other, doing in enumerate(self.workers):
+        for other, doing in enumerate(draft.workers):
             if doing.asks is not None and doing.asks[0] == rank:
-                self._change(other, down=(*doing.down, ("parted", 0, rank)))
+                draft.tell(other, "parted", 0, rank)
 
     # Policies.
 
     def _decide(self, part: int, event: type, args: tuple[Any, ...], version: int = 0) -> None:
         """Let the policy of a fragment decide on an event, and carry out its actions."""
-        actions, number = self._ask(self.policies, self.policy_numbers[part], event, args, self.now)
-        self.policy_numbers[part] = number
-        if self.hears_policy is not None:
-            self.hears_policy(part, event(*args), self.now, actions)
-        for action in self._corrected(actions, version) if self.versions else actions:
+        draft = self.draft
+        actions, draft.policies[part] = self._ask(self.policies, draft.policies[part], event, args, draft.now)
+        if self.witness is not None:
+            self.witness.hears_policy(part, event(*args), draft.now, actions)
+        for action in actions:
+            if self.versions and isinstance(action, Apply):
+                action = self.corrections.corrected(action, draft.version - version)
             self.seen[type(action).__name__] += 1
             self.current = action
             if isinstance(action, Release):
-                self._send(action.worker, "release", part, action.step, action.directive, self.version)
+                draft.tell(action.worker, "release", part, action.step, action.directive, draft.version)
             elif isinstance(action, Admit):
-                self._send(action.worker, "admit", part, action.step)
+                draft.tell(action.worker, "admit", part, action.step)
             elif isinstance(action, Apply):
-                self.version += self.versions
+                draft.version += self.versions
                 for push in action.pushes:
-                    self._take(part, push.worker, push.step)
+                    draft.decide_on(part, push.worker, push.step)
             elif isinstance(action, Discard | Refuse):
-                self._take(part, action.worker, action.step)
-                if not (self.corrections and self.corrections.gives(action.reason)):
-                    self._send(action.worker, "dropped", part)
+                draft.decide_on(part, action.worker, action.step)
+                if isinstance(action, Refuse) or not action.too_stale:
+                    draft.tell(action.worker, "dropped", part)
             elif isinstance(action, Wake):
-                self.wakes = tuple(sorted({*self.wakes, action.at}))
+                draft.wakes = tuple(sorted({*draft.wakes, action.at}))
             elif not isinstance(action, Hold):
                 raise Broken(f"a policy answers {action!r}, which is no action")
         self.current = None
-
-    def _corrected(self, actions: Sequence[Action], version: int) -> Iterator[Action]:
-        for action in actions:
-            if isinstance(action, Apply):
-                (push,) = action.pushes
-                if self.corrections is not None and (drop := self.corrections.verdict(self.version - version).drop):
-                    action = Discard(push.worker, push.step, drop)
-            yield action
-
-    def _send(self, rank: int, *told: Any) -> None:
-        doing = self.workers[rank]
-        if doing.status not in (ALIVE, DEAD):
-            raise Broken(f"worker {rank} is gone, and is told {told}")
-        if doing.status == ALIVE:
-            self._change(rank, down=(*doing.down, told))
-
-    def _take(self, part: int, worker: int, step: int) -> None:
-        """A push is decided on, once. One of an earlier life may be of the same step."""
-        push = next((push for push in ((part, worker, step), (part, -1 - worker, step)) if push in self.pending), None)
-        if push is None:
-            raise Broken(f"step {step} of worker {worker} is applied or discarded, and has not been pushed")
-        self.pending.remove(push)
-
-    # Orders.
-
-    def _compute(self, rank: int, order: Compute) -> None:
-        doing = self.workers[rank]
-        if doing.ends != math.inf:
-            raise Broken(f"worker {rank} computes already")
-        if not doing.model:
-            raise Broken(f"worker {rank} has no values to compute on")
-        ends_its_round = self.brings == "batches" and doing.unsent[0]
-        if doing.home:
-            raise Broken(f"worker {rank} was to go home, and computes")
-        if doing.leaving and not ends_its_round:
-            raise Broken(f"worker {rank} was to leave, and computes")
-        if self.brings == "values":
-            self._may_compute_in_block(rank, doing)
-        else:
-            if doing.pushes[0] > doing.released[0]:
-                raise Broken(f"worker {rank} computes for step {doing.pushes[0]} without a release")
-        if self.brings == "share":
-            step, known = doing.pushes[0], dict(self.cuts)
-            if known.setdefault(step, order.weights) != order.weights:
-                raise Broken(f"the joint batch {step} is cut in two ways")
-            self.cuts = tuple(sorted(known.items()))
-        seconds = self.seconds if self.job.deadline else 0.0
-        self.chose = True
-        self._change(rank, ends=self.now + seconds, took=seconds)
-
-    def _may_compute_in_block(self, rank: int, doing: Doing) -> None:
-        """Where workers wait for answers, a step after `overlap` ones since the sending needs them to be there and taken."""
-        if min(doing.released) < 0:
-            raise Broken(f"worker {rank} starts without the values of all fragments")
-        averaging = self.averaging
-        for part in range(self.parts) if averaging is not None and averaging.waits else ():
-            if averaging is not None and doing.unsent[part] >= averaging.overlap:
-                if doing.pushes[part] > doing.released[part]:
-                    raise Broken(f"worker {rank} does not wait for fragment {part}")
-                if doing.come[part]:
-                    raise Broken(f"worker {rank} computes on, and has not taken fragment {part}")
-
-    def _step_here(self, rank: int, order: StepHere) -> None:
-        doing = self.workers[rank]
-        if not any(doing.unsent):
-            raise Broken(f"worker {rank} makes a step without a gradient")
-        if doing.number not in (-1, order.number - 1):
-            raise Broken(f"worker {rank} makes step {order.number} after {doing.number}")
-        self._change(rank, number=order.number)
-
-    def _push_step(self, rank: int, order: PushStep) -> None:
-        machine, step = self.machines.things[self.workers[rank].machine], self.workers[rank].pushes[0]
-        if machine.step - 1 != step:
-            raise Broken(f"worker {rank} pushes step {machine.step - 1}, and its next is {step}")
-        self._push(rank, step, 1, 0, order.measured)
-
-    def _send_push(self, rank: int, order: SendPush) -> None:
-        if order.beside != (self.workers[rank].ends < math.inf):
-            raise Broken(f"{order} of worker {rank}")
-        self._push(rank, order.step, order.count, order.part, order.measured)
-
-    def _push(self, rank: int, step: int, count: int, part: int, own: Fields | None) -> None:
-        doing = self.workers[rank]
-        if step != doing.pushes[part]:
-            raise Broken(f"worker {rank} pushes step {step}, and its next is {doing.pushes[part]}")
-        if step > doing.released[part]:
-            raise Broken(f"worker {rank} pushes step {step}, and may push {doing.released[part]}")
-        if count != doing.unsent[part]:
-            raise Broken(f"worker {rank} pushes {count} steps of {doing.unsent[part]}")
-        under_way = sum(push[1] == part for push in doing.up)
-        if not self.spec.capabilities.early:  # else it may go on before they are decided on
-            under_way += sum(push[:2] == (part, rank) for push in self.pending)
-        if under_way >= self.job.in_flight:
-            raise Broken(f"worker {rank} has {under_way} pushes under way, and pushes another")
-        if doing.snapshot:
-            raise Broken(f"worker {rank} pushes a step that is not added to its values")
-        spent = doing.spent if self.job.deadline else 0.0
-        self._change(
-            rank,
-            up=(*doing.up, ("push", part, step, count, spent, doing.version if self.versions else 0, own)),
-            pushes=replaced(doing.pushes, part, step + 1),
-            unsent=replaced(doing.unsent, part, 0),
-            spent=0.0,
-        )
-        if self.brings == "nothing" and not count:
-            self.mail.add((rank, step, NO_MODEL))
-
-    def _abandon(self, rank: int, order: Abandon) -> None:
-        doing = self.workers[rank]
-        if not doing.unsent[0]:
-            raise Broken(f"worker {rank} abandons nothing")
-        self._change(rank, unsent=(doing.unsent[0] - 1,))
-
-    def _request_values(self, rank: int, order: RequestValues) -> None:
-        if self.workers[rank].fetching:
-            raise Broken(f"worker {rank} fetches twice at once")
-        self._change(rank, fetching=True)
-
-    def _install(self, rank: int, order: Install) -> None:
-        doing = self.workers[rank]
-        if not doing.come[order.part]:
-            raise Broken(f"worker {rank} takes values of fragment {order.part} that have not come")
-        if doing.ends != math.inf:
-            raise Broken(f"worker {rank} takes values while it computes on others")
-        self._change(rank, come=replaced(doing.come, order.part, False), model=True)
-
-    def _begin(self, rank: int, order: Begin) -> None:
-        if order.empty and self.workers[rank].model:
-            raise Broken(f"worker {rank} throws its values away")
-        self._change(rank, model=not order.empty)
-
-    def _snapshot(self, rank: int, order: Snapshot) -> None:
-        self._change(rank, snapshot=True)
-
-    def _add_step(self, rank: int, order: AddStep) -> None:
-        doing = self.workers[rank]
-        if not doing.snapshot:
-            raise Broken(f"worker {rank} adds a step that it did not make on a snapshot")
-        if doing.unsent[0] != 1:
-            raise Broken(f"worker {rank} adds a step that it has not made")
-        self._change(rank, snapshot=False)
-
-    def _ask_again(self, rank: int, order: AskAgain) -> None:
-        self._change(rank, again=True)
-
-    def _settle(self, rank: int, order: Settle) -> None:
-        self._change(rank, settles=True)
-
-    def _go_home(self, rank: int, order: GoHome) -> None:
-        self._change(rank, home=True)
-
-    # Between workers.
-
-    def _send_model(self, rank: int, order: SendModel) -> None:
-        if not self.workers[rank].model:
-            raise Broken(f"worker {rank} has no model to send")
-        if order.step not in (self.workers[rank].pushes[0], self.workers[rank].pushes[0] - 1):
-            raise Broken(f"worker {rank} sends its model of step {order.step}, its next is {self.workers[rank].pushes[0]}")
-        for other, _ in order.row.send:
-            if self.workers[other].status == ALIVE:
-                if (rank, order.step, other) in self.mail:
-                    raise Broken(f"worker {rank} sends its model of step {order.step} twice")
-                self.mail.add((rank, order.step, other))
-
-    def _mix(self, rank: int, order: Mix) -> None:
-        model = self.workers[rank].model
-        for other, _ in order.row.receive:
-            if other in order.lost:
-                continue
-            sent = (other, order.step, rank) in self.mail
-            if not sent and (other, order.step, NO_MODEL) not in self.mail:
-                raise Broken(f"worker {rank} mixes what {other} has not sent: {order}")
-            model = model or sent
-        neighbours = {other for other, _ in (*order.row.send, *order.row.receive)}
-        if not neighbours.issuperset(order.lost):
-            raise Broken(f"{order} of worker {rank} has lost one who is no neighbour")
-        self.mail = {letter for letter in self.mail if letter[2] != rank or letter[1] > order.step}
-        self._change(rank, model=model)
-
-    def _ask_partner(self, rank: int, order: AskPartner) -> None:
-        doing, partner = self.workers[rank], order.partner
-        if doing.asks is not None:
-            raise Broken(f"worker {rank} asks {partner}, and waits for {doing.asks}")
-        if partner == rank or order.step != doing.pushes[0]:
-            raise Broken(f"worker {rank} asks {partner} for an average of step {order.step}, its next is {doing.pushes[0]}")
-        self._change(rank, asks=(partner, order.step))
-        there = self.workers[partner].status
-        if there == ALIVE:
-            self.calls.append((rank, partner, "request", order.step, False))
-        elif there == AWAY:  # that it is gone is known
-            self._change(rank, down=(*doing.down, ("parted", 0, partner)))
-
-    def _answer(self, rank: int, order: AnswerPartner) -> None:
-        doing = self.workers[rank]
-        if order.averaged and not doing.model:
-            raise Broken(f"worker {rank} averages a model that it does not have")
-        if order.averaged and doing.asks is not None:
-            raise Broken(f"worker {rank} averages while it waits for an average itself")
-        if self.workers[order.asker].status == ALIVE:
-            self.calls.append((rank, order.asker, "reply", order.step, order.averaged))

@@ -9,18 +9,20 @@ die one after another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from polytempo.proving.driver import Driver
+from polytempo.proving.driver import Driver, Witness
 from polytempo.proving.judge import Judge
-from polytempo.proving.small_job import ALIVE, AWAITED, AWAY, DEAD, Job, JobWorld
+from polytempo.proving.small_job import ALIVE, AWAITED, AWAY, DEAD, Job, JobWorld, stuck
 from polytempo.proving.states import Broken, Played
 from polytempo.proving.telling import answered, happened
 from polytempo.sync.actions import Action, Hold
 from polytempo.sync.events import Event
+from polytempo.sync.machine import WorkerEvent, WorkerOrder
 from polytempo.sync.spec import Spec
 
 KINDS = (*["compute"] * 9, "join", "leave", "die", "notice", "tick")
@@ -66,34 +68,41 @@ def job_of(spec: Spec, game: Game) -> Job:
     return Job(spec, game.workers, last, spec.capabilities.ahead + 1, 1.0, 0, many, many, NEWCOMERS)
 
 
-class Play:
+class Play(Witness):
     """One game, played under a mode.
 
     Args:
         spec: The mode.
         game: The game.
         explains: Do its policies say why workers are held?
+        witness: Hears of all that is asked and answered, before it is judged.
     """
 
-    def __init__(self, spec: Spec, game: Game, explains: bool = True) -> None:
-        self.game = game
-        self.driver = Driver(job_of(spec, game), Played, explains)
+    def __init__(self, spec: Spec, game: Game, explains: bool = True, witness: Witness | None = None) -> None:
+        self.spec, self.game = spec, game
+        self.driver = Driver(job_of(spec, game), Played, explains, self)
         self.world: JobWorld = self.driver.first()
         self.history: list[tuple[int, Event, float, list[Action]]] = []
         self.judges = [Judge(spec, game.workers) for _ in range(self.driver.parts)]
-        self.hears: Callable[[int, Event, float, list[Action]], object] = lambda *_: None  #: before the judge does
+        self._witness = witness or Witness()
         self._weight = 1
-        self.driver.hears_policy = self._hear
-        if self.driver.brings != "nothing":
-            self.driver.weigh = lambda worker, steps: steps * self._weight
 
-    def _hear(self, part: int, event: Event, now: float, actions: Any) -> None:
+    def asked(self, thing: object, event: type, args: tuple[Any, ...], answer: Callable[[], Any]) -> Any:
+        return self._witness.asked(thing, event, args, answer)
+
+    def hears_policy(self, part: int, event: Event, now: float, actions: list[Action]) -> None:
         self.history.append((part, event, now, actions))
-        self.hears(part, event, now, actions)
+        self._witness.hears_policy(part, event, now, actions)
         self.judges[part].hear(event, actions)
 
-    def run(self) -> None:
-        """Play it.
+    def hears_machine(self, rank: int, event: WorkerEvent, orders: Sequence[WorkerOrder]) -> None:
+        self._witness.hears_machine(rank, event, orders)
+
+    def weigh(self, rank: int, steps: int) -> float:
+        return steps * self._weight
+
+    def run(self, again: bool = False) -> None:
+        """Play it; `again`: and once more, without reasons, where the same events must bring the same decisions.
 
         Raises:
             Broken: A promise is broken.
@@ -108,6 +117,11 @@ class Play:
         for number in game.moves[game.early :]:
             self._move(number)
         self._end()
+        if again:
+            twin = _SameAgain(self.history)
+            Play(self.spec, game, explains=False, witness=twin).run()
+            if twin.left:
+                raise Broken("the job ended earlier when it was played again", None, "same again")
 
     # Moves.
 
@@ -158,8 +172,7 @@ class Play:
         here = [rank for rank, doing in enumerate(self.world.workers) if doing.status == ALIVE]
         coming = any(doing.status in (AWAITED, DEAD) for doing in self.world.workers) or self._next_moment() < math.inf
         if here and not coming and not self._computing():
-            workers = " and ".join(f"worker {rank}" for rank in here)
-            raise Broken(f"nothing can happen any more, and {workers} wait{'s' * (len(here) == 1)}", None, "liveness")
+            raise stuck(here)
 
     def _next_moment(self) -> float:
         driver = self.driver
@@ -169,7 +182,8 @@ class Play:
     # The end.
 
     def _end(self) -> None:
-        for _ in range(self._longest()):
+        job, micro = self.driver.job, max(self.spec.capabilities.micro, 1)
+        for _ in range(int(LONGEST * (job.last + 1) * (job.workers + NEWCOMERS) * micro)):
             waiting = next((rank for rank, doing in enumerate(self.world.workers) if doing.status == DEAD), None)
             if waiting is not None:
                 self._do("noticed", waiting)
@@ -183,11 +197,6 @@ class Play:
             _, worker, step = self.world.pending[0]
             worker = worker if worker >= 0 else -1 - worker
             raise Broken(f"step {step} of worker {worker} was neither applied nor discarded", None, "exactly once")
-
-    def _longest(self) -> int:
-        job = self.driver.job
-        micro = max(self.driver.spec.capabilities.micro, 1)
-        return int(LONGEST * (job.last + 1) * (job.workers + NEWCOMERS) * micro)
 
     def _go_on(self) -> None:
         able = self._computing()
@@ -203,27 +212,17 @@ class Play:
             self._compute(able[0], self.world._replace(now=self.world.now + 1))
 
 
-def look_again(spec: Spec, play: Play) -> None:
-    """Play a game once more, without reasons: the same events must bring the same decisions.
+class _SameAgain(Witness):
+    """Compares a game with what happened when it was played before."""
 
-    Raises:
-        Broken: They do not.
-    """
-    again = Play(spec, play.game, explains=False)
-    place = 0
+    def __init__(self, before: Sequence[tuple[int, Event, float, list[Action]]]) -> None:
+        self.left = deque(before)
 
-    def compare(part: int, event: Event, now: float, actions: list[Action]) -> None:
-        nonlocal place
-        before = play.history[place] if place < len(play.history) else None
-        place += 1
+    def hears_policy(self, part: int, event: Event, now: float, actions: list[Action]) -> None:
+        before = self.left.popleft() if self.left else None
         if before is None or before[:3] != (part, event, now) or bare(before[3]) != bare(actions):
             says = f"{happened(event, now)} -> {answered(event, bare(actions))}"
             raise Broken(f"answered in another way when it was played again: {says}", None, "same again")
-
-    again.hears = compare
-    again.run()
-    if place < len(play.history):
-        raise Broken("the job ended earlier when it was played again", None, "same again")
 
 
 def bare(actions: list[Action]) -> list[Action]:

@@ -1,7 +1,7 @@
 """What a policy decides in a game, held to what every mode promises and to what this one has declared.
 
 A `Judge` hears of each event and of the actions that answer it, and knows no more: which step each member is at, and which
-was released to it, it works out from these alone. The words are those of `sync/promises.py`.
+was released to it, it works out from these alone. The words are those of `sync/capabilities.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from polytempo.errors import counted
 from polytempo.proving.states import Broken
 from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release
-from polytempo.sync.capabilities import MadeOf, Pushes
+from polytempo.sync.capabilities import NEVER, MadeOf, Pushes
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Event, Joined, Left, Pushed
-from polytempo.sync.promises import NEVER, stated
 from polytempo.sync.spec import Spec
 
 #: By their names in a report.
@@ -54,10 +53,8 @@ class Judge:
 
     def __init__(self, spec: Spec, workers: int) -> None:
         self.can, self.promises = spec.capabilities, spec.mode.promises
-        about = (spec.arguments, spec.options)
-        self._lead = stated(self.promises.lead, *about[0], **about[1])
-        self._waits = stated(self.promises.waits, *about[0], **about[1])
-        self._quorum = self.promises.quorum(workers, *about[0], **about[1]) if self.promises.quorum is not None else 0
+        self._lead, self._waits = spec.declared(self.promises.lead), spec.declared(self.promises.waits)
+        self._quorum: int = spec.declared(self.promises.quorum, workers) or 0
         self._scaled = "scale" in spec.options
         self._missing = set(range(workers))
         self._steps: dict[int, int] = {}  # the next of each member

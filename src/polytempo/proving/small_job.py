@@ -1,14 +1,17 @@
-"""A job of machines and policies as a value: what a `Driver` changes, a walk goes through and a game is played with.
+"""A job of machines and policies as a value: what a walk goes through and a game is played with.
 
-Policies and machines stand in it as numbers (`states.py`).
+A `JobWorld` is a job at one moment, and a `Draft` the next one while a move makes it. `JobWorld`s are equal where everything
+that comes can only be equal, so a walk goes through each once. Policies and machines stand in it as numbers (`states.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from polytempo.proving.states import Broken
 from polytempo.sync.fields import Fields
 from polytempo.sync.spec import Spec
 
@@ -68,6 +71,64 @@ class JobWorld(NamedTuple):
     joins: int = 0
     odd: int = 0  # steps, or messages on which the clock goes on, that may still take other than 1, or than no time
 
+    @property
+    def in_flight(self) -> bool:
+        """Is a message under way?"""
+        return bool(self.calls) or any(doing.up or doing.down for doing in self.workers)
+
+
+class Draft:
+    """The world that a move makes of the one before it."""
+
+    def begin(self, world: JobWorld, seconds: float) -> None:
+        """A move begins in this world; a step that begins with it takes this long."""
+        self.workers = list(world.workers)
+        self.policies = list(world.policies)
+        self.pending = list(world.pending)
+        self.calls = list(world.calls)
+        self.mail = set(world.mail)
+        self.cuts, self.wakes = world.cuts, world.wakes
+        self.now, self.version = world.now, world.version
+        self.losses, self.joins = world.losses, world.joins
+        self.seconds = seconds
+        self.chose = False  # did a step begin, so that the world depends on its seconds?
+
+    def change(self, rank: int, **changes: Any) -> None:
+        """A worker does something else."""
+        self.workers[rank] = self.workers[rank]._replace(**changes)
+
+    def tell(self, rank: int, *told: Any) -> None:
+        """A worker will hear of this: at any later moment, or never if it is dead."""
+        doing = self.workers[rank]
+        if doing.status not in (ALIVE, DEAD):
+            raise Broken(f"worker {rank} is gone, and is told {told}")
+        if doing.status == ALIVE:
+            self.change(rank, down=(*doing.down, told))
+
+    def decide_on(self, part: int, worker: int, step: int) -> None:
+        """A push is applied or discarded, once. One of an earlier life may be of the same step."""
+        push = next((push for push in ((part, worker, step), (part, -1 - worker, step)) if push in self.pending), None)
+        if push is None:
+            raise Broken(f"step {step} of worker {worker} is applied or discarded, and has not been pushed")
+        self.pending.remove(push)
+
+    def world(self, odd: int) -> JobWorld:
+        """The world after the move."""
+        return JobWorld(
+            tuple(self.policies),
+            tuple(self.workers),
+            tuple(sorted(self.pending)),
+            tuple(self.calls),
+            frozenset(self.mail),
+            self.cuts,
+            self.wakes,
+            self.now,
+            self.version,
+            self.losses,
+            self.joins,
+            odd,
+        )
+
 
 @dataclass(frozen=True)
 class Job:
@@ -85,9 +146,10 @@ class Job:
     prompt: bool = False  # a worker hears at once when its orders are done; one that is gone does not come back
 
 
-def in_flight(world: JobWorld) -> bool:
-    """Is a message under way?"""
-    return bool(world.calls) or any(doing.up or doing.down for doing in world.workers)
+def stuck(ranks: Sequence[int]) -> Broken:
+    """The finding that these workers wait for ever."""
+    workers, waits = " and ".join(f"worker {rank}" for rank in ranks), "wait" if len(ranks) > 1 else "waits"
+    return Broken(f"nothing can happen any more, and {workers} {waits}", promise="liveness")
 
 
 def replaced(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:

@@ -11,15 +11,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from polytempo.proving.driver import Driver
-from polytempo.proving.small_job import AWAY, Job, JobWorld, Move
+from polytempo.proving.small_job import AWAY, Job, JobWorld, Move, stuck
 from polytempo.proving.states import Broken
 
 #: After how many worlds it is asked again whether the time is over.
 OFTEN = 64
 
-MovesMade = tuple[
-    tuple[Move, int], ...
-]  # moves; and which of the worlds after each, where a step may take this or that long
+#: Moves; and which of the worlds after each, where a step may take this or that long.
+MovesMade = tuple[tuple[Move, int], ...]
 
 
 class BrokenOnTheWay(Exception):
@@ -89,11 +88,7 @@ class Walk:
     def _look_at_end(self, world: JobWorld, here: int) -> None:
         left = [rank for rank, doing in enumerate(world.workers) if doing.status != AWAY]
         if left:
-            workers = " and ".join(f"worker {rank}" for rank in left)
-            waits = "wait" if len(left) > 1 else "waits"
-            raise BrokenOnTheWay(
-                Broken(f"nothing can happen any more, and {workers} {waits}", promise="liveness"), self._way(here)
-            )
+            raise BrokenOnTheWay(stuck(left), self._way(here))
         if world.pending:
             pushes = ", ".join(
                 f"step {step} of worker {rank if rank >= 0 else -1 - rank}" for _, rank, step in world.pending

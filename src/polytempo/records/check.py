@@ -8,7 +8,7 @@ server, in versions 1, 2, 3, ..., unless it was dropped for a staleness that the
 stale; during a warm start one worker pushes and all others wait for it. Rounds with shares or deadlines, merges of a quorum
 and modes with neighbours: `rounds.py`.
 
-Of a mode that was brought in nothing is known by its name: its bound is what it promises (`sync/promises.py`), it may
+Of a mode that was brought in nothing is known by its name: its bound is what it promises (`sync/capabilities.py`), it may
 discard what it likes, and its steps are no rounds.
 """
 
@@ -24,7 +24,6 @@ from polytempo.records.files import to_text
 from polytempo.records.lines import RecordLine
 from polytempo.records.rounds import MergeChecker, NeighbourRules, RoundChecker
 from polytempo.sync.corrections import Corrections
-from polytempo.sync.promises import stated
 from polytempo.sync.spec import Spec
 
 EVENTS = ("join", "push", "leave", "tick")
@@ -68,8 +67,7 @@ def rules_for(spec: Spec) -> tuple[RecordRule, RecordRule]:
 
 def _promised(spec: Spec) -> tuple[RecordRule, RecordRule]:
     """The rules that follow from what a mode promises: where it promises nothing, any lead and any wait."""
-    lead = stated(spec.mode.promises.lead, *spec.arguments, **spec.options)
-    waits = stated(spec.mode.promises.waits, *spec.arguments, **spec.options)
+    lead, waits = spec.declared(spec.mode.promises.lead), spec.declared(spec.mode.promises.waits)
     return (lambda c, low: lead is None or c - low <= lead, lambda c, low: waits is None or c - low > waits)
 
 

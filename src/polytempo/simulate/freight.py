@@ -64,10 +64,12 @@ class FragmentClock:
 
     number: int
     policy: Policy
-    decide: Callable[[Event, float], list[Action]]
-    record: Callable[[RecordLine], None] | None
+    decide: Callable[[Event, float], list[Action]] = field(init=False)  #: the policy's `handle`, looked up once
     version: int = 0  #: updates
     sent: dict[tuple[int, int], deque[Sent]] = field(default_factory=dict)  #: by worker and step
+
+    def __post_init__(self) -> None:
+        self.decide = self.policy.handle
 
     def take(self, worker: int, step: int, newest: bool = False) -> Sent:
         """The push of this worker and step that is applied, or dropped, now. A worker that has come back may push a step a
@@ -204,7 +206,7 @@ class Carried(Freight):
         self.trainer.install(worker.rank, order.part, order.pull)
 
     def _request(self, order: machines.RequestValues, worker: Worker, now: float) -> None:
-        worker.cargo.fetched = self.engine.updates - worker.cargo.applied
+        worker.cargo.fetched = self.engine.clocks[0].version - worker.cargo.applied
         self.trainer.fetch(worker.rank, 0)
         if isinstance(self.engine.route, ServerRoute):
             self.engine.plan(self.engine.route.fetch(worker.rank, now), self._fetched, worker)
@@ -212,7 +214,7 @@ class Carried(Freight):
             self._fetched(now, worker, None, NO_WEIGHTS)
 
     def _fetched(self, now: float, worker: Worker, told: None, version: int) -> None:
-        worker.machine.handle(machines.Fetched(), now)
+        worker.machine.handle(machines.FETCHED, now)
 
     def event(self, told: Sent, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
         clock, flights = self.engine.clocks[told.part], worker.cargo.flights
@@ -236,13 +238,11 @@ class Carried(Freight):
             worker.cargo.merged += sent.count
             worker.cargo.applied += 1
             worker.steps = worker.cargo.merged // parts
-            worker.staleness_sum += stale if self.deals else stale * sent.count
-            worker.staleness_max = max(worker.staleness_max, stale)
+            worker.add_staleness(stale, 1 if self.deals else sent.count)
             if self.deals:
                 worker.samples = (worker.samples or 0) + sent.samples
                 for batch in (batch for batch in sent.content if batch.late):  # they are as stale as they are
-                    worker.staleness_sum += clock.version - batch.version
-                    worker.staleness_max = max(worker.staleness_max, clock.version - batch.version)
+                    worker.add_staleness(clock.version - batch.version)
         self.trainer.apply(apply, [sent.version for sent in taken], [sent.content for sent in taken], clock.number)
         if self.deals:
             for push, sent in zip(apply.pushes, taken, strict=True):
@@ -400,7 +400,7 @@ class SumsOfSteps(Carried):
 
     def released(self, clock: FragmentClock, worker: Worker) -> None:
         if worker.weights == NO_WEIGHTS:
-            worker.weights, worker.cargo.fresh = self.engine.updates, True
+            worker.weights, worker.cargo.fresh = self.engine.clocks[0].version, True
             self.trainer.begin(worker.rank)
 
     def arrivals(self, answers: Mapping[Worker, Release], now: float, together: int) -> Iterable[float]:
@@ -495,7 +495,7 @@ class ModelsOfWorkers(Freight):
         self.engine.send(order, worker, at, NO_WEIGHTS)
 
     def event(self, told: machines.SendPush, worker: Worker, version: int) -> tuple[FragmentClock, Pushed]:
-        worker.used = self.engine.updates
+        worker.used = self.engine.clocks[0].version
         samples = worker.batch if told.count else 0
         return self.engine.clocks[0], Pushed(worker.rank, told.step, samples, measured=own_measures(told.measured))
 

@@ -6,35 +6,35 @@ A heap holds what will happen; each entry is (time, order, what, worker, life, t
 happen in the order they were planned, so a run is the same every time. `life` counts a rank's lives: what a crashed worker
 had in flight meets a newer life and is dropped; events of a rank in any life have ANY_LIFE. `version` is the version of the
 weights that a step is computed on, or that an answer brings: with it the engine knows every gradient's staleness, and
-training in virtual time knows which weights to take. Weights are read at the moment the release is decided: an answer
-carries all updates decided before it and none after. `Corrections` may slow or drop an update before it is applied.
+training in virtual time knows which weights to take.
 
-What a worker does is its machine's business (`sync/machine.py`), what its pushes bring that of the freight (`freight.py`).
-A model in P fragments has P policies, and each of them 1/P of the bytes.
+What a worker does is its machine's business (`sync/machine.py`), what its pushes bring that of the freight (`freight.py`),
+and what policies decide that of `decisions.py`.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from polytempo.errors import StuckError, UsageError, nearest
-from polytempo.records.lines import RecordLine, action_line, apply_line, event_line
+from polytempo.records.lines import RecordLine
 from polytempo.simulate.cluster import Cluster, stretched
+from polytempo.simulate.decisions import Decisions
 from polytempo.simulate.freight import KINDS, FragmentClock, Freight, Performs
 from polytempo.simulate.links import ALGORITHMS, Route, best_all_reduce, make_route
 from polytempo.simulate.outcome import Budget, Outcome, WorkerOutcome
-from polytempo.simulate.worker import NO_WEIGHTS, NOT_HELD, Worker
+from polytempo.simulate.worker import ANY_LIFE, NO_WEIGHTS, NOT_HELD, NOW, Worker
 from polytempo.summation import in_order
 from polytempo.sync import actions as policy_actions
 from polytempo.sync import machine as machines
-from polytempo.sync.actions import Action, Admit, Apply, Discard, Hold, Refuse, Release, Wake
+from polytempo.sync.actions import Release
 from polytempo.sync.compatibility import Feature, check_features
-from polytempo.sync.events import Event, Joined, Left, Pushed, Ticked
+from polytempo.sync.events import Joined, Left, Pushed
 from polytempo.sync.machine import Orders, WorkerEvent
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
@@ -50,14 +50,11 @@ VIAS = ("auto", "ps", "allreduce", *ALGORITHMS, "peers")
 Happens = Callable[[float, Worker, Any, int], None]
 HeapEntry = tuple[float, int, Happens, Worker, int, Any, int]
 
-#: A rank's life, whichever it is; and the one it has now.
-ANY_LIFE, NOW = -1, -2
-
 #: How many events pass between two calls of the progress function, in plain runs and beside training.
 PROGRESS_EVERY = (8192, 64)
 
 #: Made once, and compared by identity: most simulated steps have these.
-COMPUTED, GO, PUSHES = machines.COMPUTED, machines.GO, machines.PUSHES
+COMPUTED, PUSHES = machines.COMPUTED, machines.PUSHES
 
 
 class NoModel:
@@ -84,72 +81,47 @@ class Engine:
         trainer: VirtualModel | None = None,
         seed: int = 0,
         record: Callable[[RecordLine], None] | None = None,
-        observe_every: float | None = None,
-        progress: Callable[[float], None] | None = None,
         figures: bool = False,
     ) -> None:
         self.now = 0.0
         self.cluster, self.spec, self.route = cluster, spec, route
         self.workers = [Worker(cluster, rank, seed) for rank in cluster.ranks()]
+        self.trains = trainer is not None
         model = self.trainer = NoModel() if trainer is None else trainer
-        self.updates = 0
-        self.max_lead = 0
-        self._trains, self._record, self._progress = trainer is not None, record, progress
-        self._observe_every, self._figures = observe_every, figures
         machine = spec.machine(0)
-        self._freight: Freight = KINDS[machine.brings](self, machine)
-        if self._freight.until_deadline:  # one in steps is one in samples: a step of other modes has a whole batch
+        self.overlaps = machine.overlaps
+        self.freight: Freight = KINDS[machine.brings](self, machine)
+        if self.freight.until_deadline:  # one in steps is one in samples: a step of other modes has a whole batch
             budget = replace(budget, samples=min(budget.samples, budget.steps * cluster.batch), steps=math.inf)
         self._budget = budget
-        self._used_steps, self._used_samples = 0, 0.0  # of it
-        self._counts = min(budget.steps, budget.samples) < math.inf
-        self._corrections = spec.corrections
-        self.clocks = [self._clock(number) for number in range(machine.parts)]
-        self._first = self.clocks[0]
+        policies = [spec.policy(cluster.workers) for _ in range(machine.parts)]
+        for policy in policies:
+            policy.explains = record is not None
+        self.clocks = [FragmentClock(number, policy) for number, policy in enumerate(policies)]
         # What most simulated steps are: gradients, without a network. They go a shorter way.
-        self._instant = route is None and type(self._freight) is Freight
-        self._carries, self._overlaps = self._freight.carries, machine.overlaps
-        self._reads = self._trains and self._freight.reads  # versions have readers
+        self.instant = route is None and type(self.freight) is Freight
+        self._reads = self.trains and self.freight.reads  # versions have readers
         self._heap: list[HeapEntry] = []
         self._order = 0
-        self._stopped = False
         self._ended = 0.0  # when the last life ended: alarms may ring later
-        self._together = 0  # pushes of the last update
-        self._answers: dict[Worker, Release] = {}  # to be sent: the last release of each
-        self._happens = self.computed  # made once: it is planned in each step
-        self._acts: dict[type, Callable[[FragmentClock, Any, float], None]] = {
-            Release: self._release,
-            Apply: self._apply,
-            Hold: self._hold,
-            Discard: self._drop,
-            Refuse: self._drop,
-            Admit: self._admit,
-            Wake: lambda clock, wake, now: self.plan(wake.at, self._wake, self.workers[0], clock, life=ANY_LIFE),
-        }
+        self.decisions = Decisions(self, budget, record, figures)
+        # Made once: they are called, or planned, in each step.
+        self._first, self._feed, self._happens = self.clocks[0], self.decisions.feed, self.computed
         self._performs: Performs = {
             machines.StepHere: lambda order, worker, now: model.step(worker.rank, order.number),
             machines.Begin: lambda order, worker, now: model.begin(worker.rank, order.empty),
             machines.Snapshot: lambda order, worker, now: model.snapshot(worker.rank),
             machines.AddStep: lambda order, worker, now: model.add_step(worker.rank),
             machines.Mix: lambda order, worker, now: model.mix(worker.rank, order.step, order.row, order.lost),
-            machines.AskAgain: lambda order, worker, now: self.tell(machines.Asked(), worker, now),
+            machines.AskAgain: lambda order, worker, now: self.tell(machines.ASKED, worker, now),
             machines.Settle: self._settle,
             machines.GoHome: lambda order, worker, now: self.plan(now, self.leave, worker),
-            **self._freight.performs,
+            **self.freight.performs,
         }
-
-    def _clock(self, number: int) -> FragmentClock:
-        policy, told = self.spec.policy(self.cluster.workers), self._record
-        policy.explains = told is not None
-        named = (lambda line: told({**line, "optimizer": str(number)})) if told is not None and number else told
-        clock = FragmentClock(number, policy, policy.handle, named)
-        if self._corrections.any:
-            clock.decide = lambda event, now: self._corrected(clock, event, now)
-        return clock
 
     # The run.
 
-    def run(self) -> None:
+    def run(self, observe_every: float | None = None, progress: Callable[[float], None] | None = None) -> None:
         """Run to the end of the budget."""
         for worker in self.workers[: self.cluster.workers]:
             self.plan(0.0, self._join, worker, life=ANY_LIFE)
@@ -157,39 +129,41 @@ class Engine:
         for change, moments in changes:
             for moment in moments:
                 self.plan(moment.at, change, self.workers[moment.worker], moment, life=ANY_LIFE)
-        if self._observe_every:
-            self.plan(0.0, self._observe, self.workers[0], life=ANY_LIFE)
-        heap, pop, limit, progress = self._heap, heapq.heappop, self._budget.seconds, self._progress
-        count, every = 0, PROGRESS_EVERY[self._trains]
-        while heap and not self._stopped:
+        if observe_every:
+            self.plan(0.0, self._observe, self.workers[0], observe_every, life=ANY_LIFE)
+        heap, pop, limit, decisions = self._heap, heapq.heappop, self._budget.seconds, self.decisions
+        count, every = 0, PROGRESS_EVERY[self.trains]
+        while heap and not decisions.stopped:
             now, _, happens, worker, life, told, version = pop(heap)
             if now > limit:
-                self.now, self._stopped = limit, True
+                self.now, decisions.stopped = limit, True
                 break
             self.now = now
             if life == worker.life or life == ANY_LIFE:
                 happens(now, worker, told, version)
-            elif version != NO_WEIGHTS:
+            elif version != NO_WEIGHTS:  # the life has ended, and was to read these
                 self.trainer.drop(version)
             count += 1
             if progress and count % every == 0:
-                progress(self._budget.used(now, sum(w.steps for w in self.workers), self._used_samples, len(self.workers)))
+                steps = sum(w.steps for w in self.workers)
+                progress(self._budget.used(now, steps, decisions.used_samples, len(self.workers)))
         self._finish()
+        if progress:
+            progress(1.0)
 
     def _finish(self) -> None:
-        policy = self._first.policy
-        if not self._stopped and policy.members:
-            raise StuckError(f"nothing can happen after {self.now:g} s: {deadlock_report(policy, self.workers)}")
-        if not self._stopped and self._freight.alarms_late:
-            self.now = self._ended
+        if not self.decisions.stopped:
+            policy = self._first.policy
+            if policy.members:
+                raise StuckError(f"nothing can happen after {self.now:g} s: {deadlock_report(policy, self.workers)}")
+            if self.freight.alarms_late:
+                self.now = self._ended
         self.trainer.close()
         alive = [worker for worker in self.workers if worker.alive]
-        self._freight.close(alive)
+        self.freight.close(alive)
         for worker in alive:
             worker.settle(self.now, self.route is not None)
         self.trainer.observe(self.now)
-        if self._progress:
-            self._progress(1.0)
 
     def plan(
         self, at: float, happens: Happens, worker: Worker, told: Any = None, version: int = NO_WEIGHTS, life: int = NOW
@@ -207,7 +181,7 @@ class Engine:
         worker.spent = now - worker.since
         machine = worker.machine
         orders = machine.handle(COMPUTED, now) if told is None else told
-        if orders is PUSHES and self._instant:
+        if orders is PUSHES and self.instant:
             worker.used = version
             self._feed(self._first, Pushed(worker.rank, machine.step - 1, worker.batch), now)  # measured nothing: `PUSHES`
             if worker.leaving:
@@ -216,7 +190,7 @@ class Engine:
         worker.since = now
         worker.reading = version
         if told is None:
-            self._freight.computed(worker)
+            self.freight.computed(worker)
         self.obey(orders, worker, now)
         if worker.leaving:
             self.leave(now, worker)
@@ -231,25 +205,25 @@ class Engine:
             self._performs[type(order)](order, worker, now)
         if not worker.busy and not worker.machine.computes:  # else the order to compute is still to come
             self._forget_weights(worker)  # it will not compute on them again
-            if self._overlaps and worker.alive and not worker.leaving and worker.held_since == NOT_HELD:
+            if self.overlaps and worker.alive and not worker.leaving and worker.held_since == NOT_HELD:
                 worker.held_since = now
 
     def compute(self, worker: Worker, now: float, seconds: float | None = None) -> None:
         """A worker is busy from now on: for this long, or for the time of its next step."""
         self.go_on(worker, now)
-        self._work(worker, now, seconds)
+        self.work(worker, now, seconds)
 
     def go_on(self, worker: Worker, now: float) -> None:
         """A worker waits no longer, and reads the values that it holds."""
         self.trainer.keep(worker.weights)
-        if self._overlaps and worker.held_since != NOT_HELD:
+        if self.overlaps and worker.held_since != NOT_HELD:
             worker.end_hold(now)
         if self.route is not None:
             worker.exchanged = now - worker.since - worker.held_for
             worker.communicating += worker.exchanged
             worker.held_for = 0.0
 
-    def _work(self, worker: Worker, now: float, seconds: float | None = None) -> None:
+    def work(self, worker: Worker, now: float, seconds: float | None = None) -> None:
         worker.busy = True
         worker.since = now
         if seconds is None:
@@ -272,14 +246,14 @@ class Engine:
 
     def _arrived(self, now: float, worker: Worker, told: Any, version: int) -> None:
         worker.flying -= 1
-        self._feed(*self._freight.event(told, worker, version), now)
+        self._feed(*self.freight.event(told, worker, version), now)
         if worker.leaving:
             self.leave(now, worker)
 
-    def _answered(self, now: float, worker: Worker, told: tuple[FragmentClock, Release], version: int) -> None:
+    def answered(self, now: float, worker: Worker, told: tuple[FragmentClock, Release], version: int) -> None:
         self._forget_weights(worker)
         clock, release = told
-        self._freight.hear(clock, release, worker, now, version)
+        self.freight.hear(clock, release, worker, now, version)
 
     def _forget_weights(self, worker: Worker) -> None:
         if self._reads and worker.weights != NO_WEIGHTS:
@@ -288,7 +262,7 @@ class Engine:
 
     def _settle(self, order: machines.Settle, worker: Worker, now: float) -> None:
         if not worker.flying:
-            self.tell(machines.AllArrived(), worker, now)
+            self.tell(machines.ALL_ARRIVED, worker, now)
 
     # Membership.
 
@@ -296,19 +270,19 @@ class Engine:
         if worker.alive:
             return
         if worker.rank in self._first.policy.members:  # its crash was not noticed before it came back
-            self._tell_all(Left(worker.rank, "lost"), now)
+            self.decisions.tell_all(Left(worker.rank, "lost"), now)
         worker.join(now, self.spec.machine(worker.rank, self._budget.steps_each))
-        self._tell_all(Joined(worker.rank), now)
+        self.decisions.tell_all(Joined(worker.rank), now)
 
     def leave(self, now: float, worker: Worker, told: object = None, version: int = NO_WEIGHTS) -> None:
         """A worker is leaving, and has left if nothing of it is under way."""
         worker.leaving = True
         if not worker.alive:
             return
-        worker.machine.handle(machines.Leaving(), now)
+        worker.machine.handle(machines.LEAVING, now)
         if not worker.busy and not worker.flying and worker.machine.is_free:
             self._end_life(worker)
-            self._tell_all(Left(worker.rank, "finished"), now)
+            self.decisions.tell_all(Left(worker.rank, "finished"), now)
 
     def _crash(self, now: float, worker: Worker, crash: Any, version: int) -> None:
         if not worker.alive:
@@ -318,154 +292,19 @@ class Engine:
             self.plan(now + crash.noticed_after, self._notice, worker)
 
     def _notice(self, now: float, worker: Worker, told: None, version: int) -> None:
-        self._tell_all(Left(worker.rank, "lost"), now)
+        self.decisions.tell_all(Left(worker.rank, "lost"), now)
 
     def _end_life(self, worker: Worker) -> None:
-        self._freight.end_life(worker)
+        self.freight.end_life(worker)
         self._forget_weights(worker)
         worker.end_life(self.now, self.route is not None)
         self._ended = self.now
         self.trainer.end(worker.rank, worker.machine.done)
 
-    # The policies, and their actions.
-
-    def _tell_all(self, event: Event, now: float) -> None:
-        for clock in self.clocks:
-            self._feed(clock, event, now)
-        if isinstance(event, Left):
-            self._freight.parted(event.worker, now)
-
-    def _feed(self, clock: FragmentClock, event: Event, now: float) -> None:
-        """Let a policy decide on an event, record it, and carry out the actions."""
-        actions = clock.decide(event, now)
-        if clock.record is not None:
-            for line in self._lines(clock, event, actions, now):
-                clock.record(line)
-        self._carry_out(clock, actions, now)
-
-    def _lines(self, clock: FragmentClock, event: Event, actions: list[Action], now: float) -> Iterator[RecordLine]:
-        """The lines of an event, with what a worker of a live job would tell of its step, and of its actions."""
-        figures: RecordLine = {}
-        if self._figures and type(event) is Pushed and (worker := self.workers[event.worker]).spent:
-            figures = self._freight.figures(worker)
-        if (line := event_line(event, now, figures)) is not None:
-            yield line
-        version = clock.version
-        for action in actions:
-            if isinstance(action, Apply):
-                staleness = [version - clock.version_of(push, self.workers[push.worker]) for push in action.pushes]
-                version += 1
-                for server in range(self.cluster.servers.shards):
-                    yield apply_line(action, now, server, version, staleness)
-            elif (line := action_line(action, now)) is not None:
-                yield line
-
-    def _corrected(self, clock: FragmentClock, event: Event, now: float) -> list[Action]:
-        """The actions of the policy, corrected for staleness: updates are slower, or become discards."""
-        actions: list[Action] = []
-        for action in clock.policy.handle(event, now):
-            if type(action) is Apply:
-                push = action.pushes[0]  # modes with corrections apply single pushes
-                staleness = clock.version - clock.version_of(push, self.workers[push.worker])
-                action = self._corrections.corrected(action, staleness)
-            actions.append(action)
-        return actions
-
-    def _carry_out(self, clock: FragmentClock, actions: list[Action], now: float) -> None:
-        for action in actions:
-            self._acts[type(action)](clock, action, now)
-        if self._answers:  # weights and permissions, in one message to each worker
-            arrivals = self._freight.arrivals(self._answers, now, self._together)
-            for (worker, release), at in zip(self._answers.items(), arrivals, strict=True):
-                self.plan(at, self._answered, worker, (clock, release), self._read(clock))
-            self._answers.clear()
-
-    def _release(self, clock: FragmentClock, release: Release, now: float) -> None:
-        worker = self.workers[release.worker]
-        lead = release.step - release.slowest
-        if lead > self.max_lead:
-            self.max_lead = lead
-        if not worker.alive:  # it crashed, and the policy does not know yet
-            return
-        if worker.held_since != NOT_HELD and not self._overlaps:
-            worker.end_hold(now)
-        if self._instant and not self._trains:
-            worker.weights = clock.version
-            orders = worker.machine.handle(release, now)
-            if orders is GO:
-                self._work(worker, now)
-            elif orders:
-                self.obey(orders, worker, now)
-            return
-        worker.held = False
-        self._freight.released(clock, worker)
-        if self.route is not None:  # several steps released to a worker at once travel in one answer
-            self._answers[worker] = release
-        else:
-            self._answered(now, worker, (clock, release), self._read(clock))
-
-    def _hold(self, clock: FragmentClock, hold: Hold, now: float) -> None:
-        worker = self.workers[hold.worker]
-        if self._overlaps:  # it goes on; what it waits in the end is counted where it stops
-            return
-        if worker.busy and self._freight.until_deadline:
-            worker.held = True
-        elif worker.held_since == NOT_HELD:  # else it stays held, for another reason
-            worker.held_since = now
-
-    def _admit(self, clock: FragmentClock, admit: Admit, now: float) -> None:
-        worker = self.workers[admit.worker]
-        self._together = 0  # its first answer belongs to no update
-        worker.machine.handle(admit, now, clock.number)
-        self._freight.admitted(clock, worker, now)
-
-    def _wake(self, now: float, worker: Worker, clock: FragmentClock, version: int) -> None:
-        if clock.policy.members or not self._overlaps:
-            self._feed(clock, Ticked(), now)
-
-    def _read(self, clock: FragmentClock) -> int:
-        """The newest version, which gets one reader more."""
-        self.trainer.keep(clock.version)
-        return clock.version
-
-    def _apply(self, clock: FragmentClock, apply: Apply, now: float) -> None:
-        version, pushes, workers = clock.version, apply.pushes, self.workers
-        self._together = steps = len(pushes)
-        if self._carries:
-            steps = self._freight.applied(clock, apply)
-        else:
-            for push in pushes:
-                worker = workers[push.worker]
-                stale = version - worker.used
-                worker.steps += 1
-                worker.staleness_sum += stale
-                if stale > worker.staleness_max:
-                    worker.staleness_max = stale
-            if self._trains:
-                self.trainer.apply(apply, [workers[push.worker].used for push in pushes], (), 0)
-        clock.version = version + 1
-        self.updates += 1
-        if self.route is not None:
-            self.route.applied(now)
-        if self._counts:
-            parts = len(self.clocks)
-            self._used_steps += steps
-            self._used_samples += sum(push.samples for push in pushes) / parts
-            budget = self._budget
-            self._stopped = self._used_steps // parts >= budget.steps or self._used_samples >= budget.samples
-
-    def _drop(self, clock: FragmentClock, action: Discard | Refuse, now: float) -> None:
-        worker = self.workers[action.worker]
-        worker.discarded += 1
-        self._freight.dropped(clock, worker, action.step)
-        if not self._corrections.gives(action.reason):  # a too stale push does not move its worker
-            worker.machine.handle(machines.Dropped(), now)
-        self.trainer.lose(worker.rank, action.step, worker.used)
-
-    def _observe(self, now: float, worker: Worker, told: None, version: int) -> None:
-        if self._observe_every and self._heap:
+    def _observe(self, now: float, worker: Worker, every: float, version: int) -> None:
+        if self._heap:  # else nothing happens any more
             self.trainer.observe(now)
-            self.plan(now + self._observe_every, self._observe, worker, life=ANY_LIFE)
+            self.plan(now + every, self._observe, worker, every, life=ANY_LIFE)
 
 
 def deadlock_report(policy: Policy, workers: Sequence[Worker]) -> str:
@@ -534,13 +373,11 @@ def simulate_job(
         make_route(part, way),
         Budget(**budget),
         trainer,
-        seed=seed,
-        record=record,
-        observe_every=observe_every,
-        progress=progress,
-        figures=figures,
+        seed,
+        record,
+        figures,
     )
-    engine.run()
+    engine.run(observe_every, progress)
     return _outcome_of(engine, way, part.model_bytes)
 
 
@@ -572,14 +409,14 @@ def _outcome_of(engine: Engine, via: str, message_bytes: float) -> Outcome:
         steps=steps,
         samples=samples,
         discarded=sum(part.discarded for part in parts),
-        updates=engine.updates,
+        updates=sum(clock.version for clock in engine.clocks),
         samples_per_second=samples / seconds if seconds else 0.0,
         efficiency=in_order(worker.computing - worker.wasted for worker in workers) / present,
         waiting=in_order(part.waiting_s for part in parts) / present,
         communicating=in_order(part.communicating_s for part in parts) / present,
         staleness_mean=sum(worker.staleness_sum for worker in workers) / max(steps, 1),
         staleness_max=max(part.staleness_max for part in parts),
-        max_lead=engine.max_lead,
+        max_lead=engine.decisions.max_lead,
         workers=parts,
         fragments=len(engine.clocks),
     )

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
 from polytempo.optim.delay_compensation import compensated
 from polytempo.optim.outer_step import OuterRule, OuterStep, cut
@@ -58,6 +57,7 @@ from polytempo.simulate.worker import MicroBatch
 from polytempo.sync import momentum
 from polytempo.sync.actions import Apply
 from polytempo.sync.blocks import Averaging
+from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.corrections import MeanStaleness
 from polytempo.sync.directives import Mixing
 from polytempo.sync.events import Pushed
@@ -422,9 +422,8 @@ def master_optimizer(spec: Spec, given: torch.optim.Optimizer) -> torch.optim.Op
     elif spec.mode.rule == "AsuP":  # its own options, but for those that the spec names
         for group in given.param_groups:
             group.update({name: value for name, value in spec.rule_options.items() if name in spec.options})
-    if spec.corrections.adapts_momentum and not all("momentum" in group for group in given.param_groups):
-        kind = type(given).__name__
-        raise UsageError(f"momentum=async needs an optimizer with a momentum to correct, got {kind}; use SGD with momentum")
+    without = not all("momentum" in group for group in given.param_groups)
+    check_features(spec, {Feature.NO_MOMENTUM: without}, optimizer=type(given).__name__)
     return given
 
 

@@ -19,6 +19,9 @@ from polytempo.sync.sample_queue import SampleQueue
 NOT_HELD = -1.0
 NO_WEIGHTS = -1
 
+#: A rank's life, whichever it is; and the one it has now.
+ANY_LIFE, NOW = -1, -2
+
 #: The number of step times drawn at once.
 BLOCK = 64
 
@@ -167,6 +170,11 @@ class Worker:
             self.held_for = now - self.held_since
             self.waiting += self.held_for
             self.held_since = NOT_HELD
+
+    def add_staleness(self, updates: int, times: int = 1) -> None:
+        """An update is made of this number of its (local) steps, which are this stale."""
+        self.staleness_sum += updates * times
+        self.staleness_max = max(self.staleness_max, updates)
 
     @property
     def computing(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from polytempo.sync.directives import Directive
 from polytempo.sync.events import Pushed
@@ -61,6 +61,8 @@ class Discard:
     worker: int
     step: int
     reason: str
+    #: A correction has made it of an update: to the policy the push was applied.
+    too_stale: bool = field(default=False, repr=False)
 
 
 @dataclass(slots=True)

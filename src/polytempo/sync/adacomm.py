@@ -30,11 +30,10 @@ from dataclasses import replace
 from polytempo.options import fraction, positive_number, switch, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
 from polytempo.sync.blocks import Averaging, machine_of_blocks
-from polytempo.sync.capabilities import Unsound
+from polytempo.sync.capabilities import EACH_ROUND, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.local_sgd import BLOCKS, MEAN_OPTIONS, mean_of_models
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import EACH_ROUND
 
 #: Seconds of an interval, as in the paper.
 INTERVAL = 60.0
@@ -104,19 +103,6 @@ def mean_loss(pushes: tuple[Pushed, ...]) -> float | None:
     return mean if 0 < mean < math.inf else None
 
 
-def _policy(
-    workers: int,
-    first: int,
-    every: float = INTERVAL,
-    gamma: float = 0.5,
-    most: int | None = None,
-    hold: bool = False,
-    momentum: float = 0.0,
-    state: str | None = None,
-) -> Barrier:
-    return Barrier(workers, rule=LossPeriod(first, every, gamma, most))  # the rest happens on the worker
-
-
 def _averaging(
     first: int, hold: bool = False, momentum: float = 0.0, state: str | None = None, **of_policy: object
 ) -> Averaging:
@@ -127,7 +113,9 @@ ADACOMM = Mode(
     "adacomm",
     "adacomm:20",
     "local steps, then the mean of all models; K of them at first, fewer as the loss falls",
-    _policy,
+    lambda workers, first, every=INTERVAL, gamma=0.5, most=None, **of_worker: Barrier(
+        workers, rule=LossPeriod(first, every, gamma, most)
+    ),
     argument=whole_number("K", at_least=1),
     options={
         "every": positive_number("every", "60"),

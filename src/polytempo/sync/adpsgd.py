@@ -1,7 +1,7 @@
 """`adpsgd:ring|exp|full`: AD-PSGD (Lian et al. 2018). Pairs of workers average their models; no worker waits for a slow one.
 
     step c of worker i    take a snapshot of x_i, compute g on it; meanwhile, if i is active, average with the partner that
-                          the release names (`pairwise.py`); then x_i = x_i + the local step, push c
+                          the release names (`PairAveraging`); then x_i = x_i + the local step, push c
     release of c + 1      at once
 
 The graph is bipartite: active workers ask and wait, passive ones only answer, from a thread of their own, and every edge
@@ -17,7 +17,7 @@ same partners.
 
 Members. Roles are those of the members of the moment at which a release is decided, and hold for that step. When a member
 leaves or joins, a worker may therefore be asked while it waits itself: it declines, the asker goes on without an average,
-and no wait depends on another (`pairwise.py`). A member that is gone takes along its own (x, w); a live worker that
+and no wait depends on another. A member that is gone takes along its own (x, w); a live worker that
 finishes hands them over to another first (`reducer/model_mean.py`). A pair that is averaged keeps its sum unless one of the
 two is lost meanwhile. A joiner enters with x = 0 and w = 0 at the slowest worker's step (`enters`): its releases name a
 partner, whichever its role, whose half of (x, w) it has after that, and it computes once it has a model. While it has none
@@ -32,25 +32,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from polytempo.errors import OrderError
 from polytempo.options import choice, whole_number
-from polytempo.sync.actions import Action, Admit, Apply, Release
-from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
+from polytempo.sync.actions import Action, Apply, Release
+from polytempo.sync.capabilities import NEVER, Capabilities, Promises, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
-from polytempo.sync.gossip import MODELS_DIFFER, GossipSpec
+from polytempo.sync.gossip import MODELS_DIFFER, GossipSpec, NeighbourPolicy
 from polytempo.sync.machine import (
     ADD_STEP,
     COMPUTE,
     FINISHED,
     NO_ORDERS,
     SNAPSHOT,
-    AllArrived,
     AnswerPartner,
     AskPartner,
     Begin,
     Computed,
-    GoHome,
-    Leaving,
     Orders,
     Parted,
     Replied,
@@ -62,9 +60,6 @@ from polytempo.sync.machine import (
     WorkerOrder,
 )
 from polytempo.sync.mode import Mode
-from polytempo.sync.pairwise import PairAveraging, PairReply, PairRequest
-from polytempo.sync.policy import Policy
-from polytempo.sync.promises import NEVER, Promises
 
 #: The graphs that can be cut into active and passive workers.
 BIPARTITE = ("ring", "exp", "full")
@@ -97,15 +92,13 @@ def draw(seed: int, worker: int, step: int, count: int) -> int:
     return (state ^ (state >> 31)) % count
 
 
-class PairPolicy(Policy):
+class PairPolicy(NeighbourPolicy):
     """Releases every push at once; active workers are told a partner."""
 
     def __init__(self, workers: int, topology: str, seed: int = 0) -> None:
         super().__init__(workers)
         self.topology = topology
         self.seed = seed
-        self._begun = False
-        self._entering: set[int] = set()  # members without a model
         self._members: list[int] = []  # sorted; empty when they have changed
         self._places: dict[int, int] = {}
 
@@ -116,30 +109,21 @@ class PairPolicy(Policy):
             self._entering.discard(worker)
         return [Apply((push,), 1.0), self._release(worker, push.step + 1)]
 
-    def _start(self, now: float) -> list[Action]:
-        actions = super()._start(now)
-        self._begun = True
-        return actions
-
     def on_start(self, worker: int, step: int, now: float) -> list[Action]:
         self._members = []
-        if self._begun:  # its model is what a partner gives it
-            self._entering.add(worker)
-        return [self._release(worker, step)]
+        return [*super().on_start(worker, step, now), self._release(worker, step)]
 
     def on_leave(self, worker: int, now: float) -> list[Action]:
         self._members = []
-        self._entering.discard(worker)
-        return []
+        return super().on_leave(worker, now)
 
     def _release(self, worker: int, step: int) -> Release:
-        if worker in self._entering and len(self._entering) == len(self.progress.pushed):
-            self._entering.discard(worker)
+        enters = self._enters(worker)
         mixing, partners = None, self._partners(worker)
         if partners:
             half = ((partners[draw(self.seed, worker, step, len(partners))], 0.5),)
             mixing = Mixing(0.5, half, half)
-        return Release(worker, step, self.progress.slowest, NextMixing(mixing, (), worker in self._entering))
+        return Release(worker, step, self.progress.slowest, NextMixing(mixing, (), enters))
 
     def _partners(self, worker: int) -> list[int]:
         """The members that a worker may ask in its next step. One without a model may ask any passive one that has it."""
@@ -152,6 +136,71 @@ class PairPolicy(Policy):
             return [member for member in able if self._places[member] % 2] or able
         places = passive_neighbours(self.topology, self._places[worker], len(members))
         return [members[place] for place in places if members[place] not in entering]
+
+
+class PairAveraging:
+    """One worker's side of all its averages, without the values: whom it has asked, and when that wait is over.
+
+        asker                                answerer
+        begin  -- request, its x -->         grants: x = mean of both, atomically; answers with it
+        replied: takes it        <-- reply --
+
+    The asker does not change its x by other averages between `begin` and the reply, so the result is the mean of the two and
+    their sum is kept. A worker that waits for a reply of its own answers "not averaged" at once; its asker keeps its x and
+    goes on. So every request is answered without waiting for anything, and no order of messages can block a worker, whatever
+    the roles. Only active workers ask and only passive ones are asked: there each request is granted, except in the moments
+    in which roles change because a member left or joined.
+
+    A partner that is lost ends the wait: the asker keeps its x. What the partner had made of the request goes with it.
+
+    The driver supplies the values: it attaches its x (and push-sum weight w) to a request, and where that is granted it
+    averages and attaches the mean to the reply, under the same lock as the call. It delivers each message to the incarnation
+    of the worker it was sent to, or not at all.
+    """
+
+    __slots__ = ("_asked", "rank")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._asked: tuple[int, int] | None = None  # the partner whose reply is awaited, and the step
+
+    @property
+    def waiting_for(self) -> int | None:
+        """The partner whose reply is awaited."""
+        return None if self._asked is None else self._asked[0]
+
+    def begin(self, step: int, partner: int) -> None:
+        """Ask a partner to average.
+
+        Raises:
+            OrderError: a reply is awaited already, or the partner is this worker.
+        """
+        if self._asked is not None:
+            raise OrderError(
+                f"worker {self.rank} began to average with worker {partner} while it waits for worker {self.waiting_for}; "
+                f"wait for that first"
+            )
+        if partner == self.rank:
+            raise OrderError(f"worker {self.rank} cannot average with itself; expected another worker")
+        self._asked = partner, step
+
+    def grants(self) -> bool:
+        """A request has come. Where it is granted, this worker's values become the mean of both and go with the reply."""
+        return self._asked is None
+
+    def replied(self, sender: int, step: int) -> bool:
+        """A reply has come: is it the one awaited? Then the wait is over; its values are taken where it is averaged."""
+        if self._asked != (sender, step):
+            return False
+        self._asked = None
+        return True
+
+    def lost(self, member: int) -> bool:
+        """A member is gone: was it the one waited for? Then the wait is over, and this worker keeps its values."""
+        if self.waiting_for != member:
+            return False
+        self._asked = None
+        return True
 
 
 class PairMachine(WorkerMachine):
@@ -181,19 +230,12 @@ class PairMachine(WorkerMachine):
             case Release():
                 return self._released(event)
             case Requested(sender, step):
-                reply = self._pair.requested(PairRequest(sender, self._pair.rank, step))
-                return (AnswerPartner(sender, step, reply.averaged and self._has_model),)
-            case Replied(sender, step, averaged) if self._pair.replied(PairReply(sender, self._pair.rank, step, averaged)):
-                return self._wait_is_over(averaged)
-            case Parted(worker) if self._pair.lost(worker):
-                return self._wait_is_over(averaged=False)
-            case AllArrived():
-                return (GoHome(),)
-            case Leaving():
-                self.leaving = True
-            case Admit():
-                self.step = event.step
-        return NO_ORDERS
+                return (AnswerPartner(sender, step, self._pair.grants() and self._has_model),)
+            case Replied(sender, step, averaged):
+                return self._wait_is_over(averaged) if self._pair.replied(sender, step) else NO_ORDERS
+            case Parted(worker):
+                return self._wait_is_over(averaged=False) if self._pair.lost(worker) else NO_ORDERS
+        return super().handle(event, now, part)
 
     def _released(self, release: Release) -> Orders:
         told = release.directive if isinstance(release.directive, NextMixing) else NextMixing()

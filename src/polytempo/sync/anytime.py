@@ -38,9 +38,9 @@ from collections.abc import Collection, Sequence
 
 from polytempo.options import ArgumentReader, choice, positive_number, whole_number
 from polytempo.summation import in_order
-from polytempo.sync.actions import Action, Admit, Release, Wake
+from polytempo.sync.actions import Action, Release, Wake
 from polytempo.sync.barrier import Barrier, RoundRule
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
+from polytempo.sync.capabilities import Capabilities, MadeOf, Promises, PushedWork, Unsound
 from polytempo.sync.directives import NextDeadline
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
@@ -48,14 +48,10 @@ from polytempo.sync.machine import (
     FINISHED,
     GO,
     NO_ORDERS,
-    AllArrived,
     BudgetUsed,
     Computed,
-    Dropped,
     EndBlock,
     Fetched,
-    GoHome,
-    Leaving,
     Orders,
     SendPush,
     TimeUp,
@@ -63,7 +59,6 @@ from polytempo.sync.machine import (
     WorkerMachine,
 )
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import Promises
 from polytempo.sync.shares import ROUNDS, WorkerSpeeds
 
 #: Micro-batches of a worker in a round, on average, unless `micro` says.
@@ -302,7 +297,6 @@ class DeadlineMachine(WorkerMachine):
         self.micro = micro
         self._keeps = keeps  # a micro-batch that is late
         self._opened = 0.0  # when this worker heard of the round
-        self._dropped = False
 
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
         match event:
@@ -320,20 +314,12 @@ class DeadlineMachine(WorkerMachine):
                 self.late = False
             case BudgetUsed():
                 self._keeps = False
-            case AllArrived():
-                return (GoHome(),)
-            case Dropped():
-                self._dropped = True
-            case Leaving():
-                self.leaving = True
-            case Admit():
-                self.step = event.step
+            case _:
+                return super().handle(event, now, part)
         return NO_ORDERS
 
     def _released(self, release: Release, now: float) -> Orders:
-        self.allowed = release.step
-        if self._dropped:
-            self._dropped, self.step = False, release.step
+        self.may_make(release.step)
         if self.leaving and not self.computes:
             return NO_ORDERS
         if self.done:

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 from polytempo.options import ArgumentReader, fraction, number, positive_number, whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Unbounded
-from polytempo.sync.capabilities import Unsound
-from polytempo.sync.mode import SCALE, Mode, Scale
-from polytempo.sync.policy import Policy
-from polytempo.sync.promises import NEVER, Promises
+from polytempo.sync.capabilities import NEVER, Promises, Unsound
+from polytempo.sync.mode import SCALE, Mode
 from polytempo.sync.ssp import Bound
 
 DEFAULTS: dict[str, Any] = {"momentum": 0.9, "rho": 0.9, "eps": 1e-10, "initial": 0.0}
@@ -43,19 +41,13 @@ def _read_momentum(text: str) -> Momentum:
 _FRACTION = fraction("momentum")
 
 
-def _build(workers: int, bound: int | None = None, scale: Scale = None) -> Policy:
-    return AsynchronousPolicy(workers, Unbounded() if bound is None else Bound(bound), scale)
-
-
-def _waits(bound: int | None = None, **_: Any) -> int:
-    return NEVER if bound is None else bound
-
-
 ASUP = Mode(
     "asup",
     "asup",
     "asynchronous RMSProp with momentum on the servers; bound=S: as in ssp",
-    _build,
+    lambda workers, bound=None, scale=None: AsynchronousPolicy(
+        workers, Unbounded() if bound is None else Bound(bound), scale
+    ),
     options={"bound": whole_number("bound", at_least=0, example="3"), **SCALE},
     rule="AsuP",
     split=Unsound("each stage would choose momentum and rate by the staleness that it sees itself", ("asp",)),
@@ -65,5 +57,10 @@ ASUP = Mode(
         "eps": positive_number("eps", "1e-10"),
         "initial": number("a number initial of at least 0", lambda value: value >= 0, "1"),
     },
-    promises=Promises(lead=lambda bound=None, **_: bound, waits=_waits, alone=False, even=False),
+    promises=Promises(
+        lead=lambda bound=None, **_: bound,
+        waits=lambda bound=None, **_: NEVER if bound is None else bound,
+        alone=False,
+        even=False,
+    ),
 )

@@ -18,11 +18,11 @@ import math
 from abc import ABC, abstractmethod
 
 from polytempo.sync.actions import Action, Apply, Hold, Release, Wake
+from polytempo.sync.capabilities import NEVER, Promises
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
 from polytempo.sync.progress import Progress
-from polytempo.sync.promises import NEVER, Promises
 
 
 class Gate(ABC):
@@ -76,7 +76,7 @@ class AsynchronousPolicy(Policy):
         progress = self.progress
         moved = progress.move(worker, step)
         actions: list[Action] = [Apply((push,), rate_of(self.scale, len(progress.pushed)))]
-        if self._timed:
+        if self._timed:  # before any gate opens: this push may say that the slowest worker is faster than it seemed
             self.gate.observe(worker, push.step, self._released_at[worker], now)
         if moved and self.room.by_step:
             actions += self._open(now)
@@ -86,7 +86,7 @@ class AsynchronousPolicy(Policy):
             actions.append(Release(worker, step, progress.slowest))
             return actions
         self.room.enter(worker, step)
-        actions.append(self.why_held(worker, step) if self.explains else Hold(worker, step, (), 0, ""))
+        actions.append(self.hold(worker, step))
         if self._timed:
             at = self.gate.patience(worker, step, now)
             if at is not None:

@@ -29,13 +29,12 @@ from collections.abc import Collection
 from polytempo.options import number, whole_number
 from polytempo.sync.actions import Release
 from polytempo.sync.barrier import Barrier, RoundRule
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Unsound
+from polytempo.sync.capabilities import EACH_ROUND, Capabilities, MadeOf, PushedWork, Unsound
 from polytempo.sync.directives import NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import GO, Compute, Orders, StepMachine, WorkerEvent
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import EACH_ROUND
-from polytempo.sync.shares import ShareWeights, WorkerSpeeds, round_time, weights_by_speed
+from polytempo.sync.shares import ShareWeights, WorkerSpeeds, even, round_time, weights_by_speed
 
 #: The smallest share, in even shares, and the largest by default: a larger batch needs more memory.
 LEAST, MOST = 0.1, 2.0
@@ -49,7 +48,7 @@ class SharesBySpeed(RoundRule):
     planned = True
 
     def __init__(self, workers: int, most: float = MOST) -> None:
-        self.weights = tuple((worker, 1.0) for worker in range(workers))
+        self.weights = even(range(workers))
         self._most = most
         self._speeds = WorkerSpeeds()
         self._drawn: tuple[int, int] | None = None  # the last batch that any worker has drawn
@@ -57,7 +56,7 @@ class SharesBySpeed(RoundRule):
     def gather(self, members: Collection[int]) -> None:
         """Even shares, of the batches from the next one on."""
         if members and self._ranks() != sorted(members):
-            self.weights = tuple((worker, 1.0) for worker in sorted(members))
+            self.weights = even(members)
             self.since = self._drawn = None
 
     def directive(self, starts: bool = False, behind: int = 0, catching_up: tuple[int, ...] = ()) -> NextShares:
@@ -82,7 +81,7 @@ class SharesBySpeed(RoundRule):
     def _proposed(self, members: list[int]) -> ShareWeights:
         speeds = self._speeds.of(members)
         if not speeds:  # not measured yet, or none is left
-            return self.weights if self._ranks() == members else tuple((worker, 1.0) for worker in members)
+            return self.weights if self._ranks() == members else even(members)
         proposed = weights_by_speed(speeds, LEAST, self._most)
         if self._ranks() != members:
             return proposed

@@ -25,12 +25,11 @@ from collections.abc import Collection, Mapping, Sequence
 from polytempo.errors import SpecError
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Discard, Hold, Refuse, Release
-from polytempo.sync.capabilities import Capabilities, MadeOf, Unsound
+from polytempo.sync.capabilities import EACH_ROUND, Capabilities, MadeOf, Promises, Unsound
 from polytempo.sync.directives import Directive, NextBlock, NextShares
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import EACH_ROUND, Promises
 from polytempo.sync.shares import ShareWeights
 
 
@@ -154,8 +153,7 @@ class Barrier(Policy):
         return self._held(worker, now)
 
     def _held(self, worker: int, now: float) -> list[Action]:
-        held = self.why_held(worker, self.round + 1) if self.explains else Hold(worker, self.round + 1, (), 0, "")
-        return [held, *self._patience(now)]
+        return [self.hold(worker, self.round + 1), *self._patience(now)]
 
     def _patience(self, now: float) -> list[Action]:
         """From when on is the round not to wait any more? Here it waits for all that it needs."""
@@ -192,6 +190,7 @@ class Barrier(Policy):
         return min(max(self.workers, members) - self.backups, members)
 
     def _close(self, now: float) -> list[Action]:
+        # In order of rank: sums of floats differ by the order, and that of arrival would be another one in each run.
         pushes = tuple(sorted(self._arrived, key=lambda push: push.worker))
         self._arrived = []
         self._waiting = set()

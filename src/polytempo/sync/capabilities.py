@@ -11,10 +11,22 @@
 They are read by the table of compatibilities (`compatibility.py`), by the drivers and by the simulator. Which mode it is,
 is asked in `sync/` alone. What only one reader needs to know of a mode is no capability: its price in words (`Mode.price`)
 and why it does not go with a model that is split (`Mode.split`) stand beside them.
+
+What it promises are facts that can be looked at from outside. Every mode promises: a step is released once, and after all
+initial workers have joined; a joiner starts at the slowest one's step; each push is applied or discarded, once; no worker
+waits for ever. These are the same for all, and are looked at for all (`proving/`, `records/check.py`). What differs is
+declared, as `Promises`:
+
+    lead     ssp:3 and dssp:1..3: 3. A worker that computes is at most this many steps ahead of the slowest one
+    waits    ssp:3: 3. A worker that is at most this many steps ahead is not held: from there on waiting has a reason
+    quorum   bsp+backup:1: all but one. An update has at least this number of pushes, given the number of workers
+    alone    one worker trains as the script would without this library
+    even     pushes of all workers, one of each, move the values as far as one step of the script: rates need no change
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -64,9 +76,7 @@ class Capabilities:
     waits: bool = True  #: does a worker wait for the answer to a push before it computes on?
     ahead: int = 0  #: pushes of a worker that may be under way while it computes the next
     early: bool = False  #: may a worker be released before its push is applied or discarded?
-    on_servers: bool = (
-        False  #: must servers hold the values, also where all workers hold the same? So it is in modes of users
-    )
+    on_servers: bool = False  #: must servers hold the values, even if all workers hold the same? So in modes of users
     micro: int = 0  #: micro-batches in a push, on average, where a worker takes whole ones
     keeps_late: bool = False  #: does a micro-batch that is late count in the round that is open when it is done?
 
@@ -129,3 +139,27 @@ class Unsound:
 
 #: Of a mode that says nothing: what has not been thought through is refused.
 UNPROVED = Unsound("it is not known to be sound for a model that is split", ("bsp", "ssp:1"))
+
+
+# What it promises.
+
+#: For `waits`: a worker is held at no lead.
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Promises:
+    """Each may be a function of the mode's argument and options: `lead=lambda bound, **_: bound`."""
+
+    lead: int | Callable[..., int | None] | None = None  #: None: any
+    waits: int | Callable[..., int | None] | None = None  #: None: nothing is promised
+    quorum: Callable[..., int] | None = None  #: `(workers, *argument, **options)`; None: nothing is promised
+    alone: bool | Callable[..., bool] = True
+    even: bool = True
+
+
+#: Of a mode that says nothing.
+USUAL = Promises()
+
+#: Of modes in which all workers step together.
+EACH_ROUND = Promises(lead=0, waits=0, quorum=lambda workers, *_, **__: workers)

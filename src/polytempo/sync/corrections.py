@@ -75,7 +75,7 @@ class Corrections:
         """An update of a single push of this staleness: slower, or dropped. Live and simulated jobs ask here."""
         verdict = self.verdict(staleness)
         if verdict.drop:
-            return Discard(action.pushes[0].worker, action.pushes[0].step, verdict.drop)
+            return Discard(action.pushes[0].worker, action.pushes[0].step, verdict.drop, too_stale=True)
         return Apply(action.pushes, action.rate * verdict.rate, action.weights, action.divisor)
 
     def gives(self, reason: str) -> bool:

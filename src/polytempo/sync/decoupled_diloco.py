@@ -105,13 +105,9 @@ class DecoupledDiloco(Policy):
             self._reached = now
         if self._all_in() or now >= self._deadline():
             return [*actions, *self._merge()]
-        return [*actions, *self._patience(worker, step)]
-
-    def _patience(self, worker: int, step: int) -> list[Action]:
-        """What a push is answered with that is not merged at once."""
         if self.waits:
-            return [self.why_held(worker, step) if self.explains else Hold(worker, step, (), 0, "")]
-        return [] if self._reached is None else [Wake(self._deadline())]
+            return [*actions, self.hold(worker, step)]
+        return actions if self._reached is None else [*actions, Wake(self._deadline())]
 
     def on_leave(self, worker: int, now: float) -> list[Action]:
         self._waiting.pop(worker, None)
@@ -138,7 +134,7 @@ class DecoupledDiloco(Policy):
         released, self._waiting = self._waiting, {}
         self._pending, self._distinct, self._reached, self._slack = [], set(), None, math.inf
         self._merges += 1
-        self.room.admit(lambda step: True)
+        self.room.admit(lambda step: True)  # empty, unless workers wait for the answer
         steps = self.progress.pushed
         return [Apply(pushes, 1.0, merge_weights(pushes)), *(self._go(worker, steps[worker]) for worker in released)]
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from polytempo.options import whole_number
 from polytempo.sync.actions import Action, Apply, Release
-from polytempo.sync.capabilities import Capabilities
+from polytempo.sync.capabilities import NEVER, Capabilities, Promises
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import NEVER, Promises
 
 
 class Delay(Policy):
@@ -29,11 +28,16 @@ class Delay(Policy):
         self.delay = delay
         self.scale = scale
 
+    @property
+    def joint(self) -> float:
+        """The pushes that move the values as far as one joint step."""
+        return len(self.progress.pushed)
+
     def on_push(self, push: Pushed, now: float) -> list[Action]:
         progress = self.progress
         progress.move(push.worker, push.step + 1)
         return [
-            Apply((push,), rate_of(self.scale, len(progress.pushed))),
+            Apply((push,), rate_of(self.scale, self.joint)),
             Release(push.worker, push.step + 1 + self.delay, progress.slowest),
         ]
 

@@ -27,11 +27,10 @@ from polytempo.errors import SpecError
 from polytempo.options import fraction, positive_number, whole_number
 from polytempo.sync.barrier import Barrier
 from polytempo.sync.blocks import Averaging, machine_of_blocks
-from polytempo.sync.capabilities import MadeOf, Unsound
+from polytempo.sync.capabilities import EACH_ROUND, MadeOf, Promises, Unsound
 from polytempo.sync.decoupled_diloco import AUTO, OPTIONS, DecoupledDiloco, decoupled
 from polytempo.sync.local_sgd import BLOCKS, FixedPeriod
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import EACH_ROUND, Promises
 
 
 def _averaging(
@@ -55,12 +54,6 @@ def _averaging(
     return Averaging(period, outer_lr, outer_momentum, nesterov=outer_momentum > 0, fragments=fragments, overlap=overlap)
 
 
-def _decoupled_policy(
-    workers: int, period: int, quorum: int, grace: float | str = AUTO, drop: int | None = None, **of_worker: object
-) -> DecoupledDiloco:
-    return DecoupledDiloco(workers, period, quorum, grace, drop)
-
-
 def _decoupled_averaging(
     period: int, quorum: int, grace: float | str = AUTO, drop: int | None = None, **options: Any
 ) -> Averaging:
@@ -79,7 +72,9 @@ DECOUPLED = Mode(
     "diloco",
     "diloco:100,quorum=3",
     "diloco over servers, where no worker waits: pushes are merged by quorum and grace",
-    _decoupled_policy,
+    lambda workers, period, quorum, grace=AUTO, drop=None, **of_worker: DecoupledDiloco(
+        workers, period, quorum, grace, drop
+    ),
     argument=whole_number("K", at_least=1),
     options=_OPTIONS,
     machine=machine_of_blocks(_decoupled_averaging),

@@ -109,11 +109,7 @@ class _Relative:
 
 
 class DivergenceRule:
-    """Looks at the pushes of one optimizer's workers, in their order.
-
-    Args:
-        workers: That push.
-    """
+    """Looks at the pushes of one optimizer's workers, in their order."""
 
     def __init__(self, workers: int) -> None:
         few = max(STEPS * workers, TOGETHER)

@@ -30,24 +30,21 @@ import math
 from dataclasses import dataclass
 
 from polytempo.options import positive_number, whole_number
-from polytempo.sync.actions import Action, Admit, Apply, Hold, Release
-from polytempo.sync.capabilities import Capabilities, PushedWork, Unsound
+from polytempo.sync.actions import Action, Hold, Release
+from polytempo.sync.capabilities import NEVER, Capabilities, Promises, PushedWork, Unsound
+from polytempo.sync.delay import Delay
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
     ASK_AGAIN,
     COMPUTE,
     FINISHED,
     NO_ORDERS,
-    AllArrived,
     Asked,
     Begin,
     Computed,
-    Dropped,
     EndBlock,
     Fetched,
-    GoHome,
     Install,
-    Leaving,
     Orders,
     RequestValues,
     SendPush,
@@ -56,9 +53,7 @@ from polytempo.sync.machine import (
     WorkerMachine,
     WorkerOrder,
 )
-from polytempo.sync.mode import SCALE, Mode, Scale, rate_of
-from polytempo.sync.policy import Policy
-from polytempo.sync.promises import NEVER, Promises
+from polytempo.sync.mode import SCALE, Mode, Scale
 
 
 @dataclass(frozen=True)
@@ -70,14 +65,13 @@ class LocalSteps:
     alpha: float | None = None  #: rate of a local step; None: the optimizer's
 
 
-class DownpourPolicy(Policy):
+class DownpourPolicy(Delay):
     """One push in flight for each worker, and a warm start."""
 
     def __init__(self, workers: int, push: int = 1, warm: int = 0, scale: Scale = None) -> None:
-        super().__init__(workers)
+        super().__init__(workers, 1, scale)
         self.push = push
         self.warm = warm
-        self.scale = scale
         self._warm_pushes = math.ceil(warm / push)
         self._made = 0  # pushes of the warm start
         self._alone: int | None = None  # the worker that makes them
@@ -86,16 +80,13 @@ class DownpourPolicy(Policy):
         super().begin_at(step)
         self._made = step
 
+    @property
+    def joint(self) -> float:
+        """Where the rate follows a power of them, each counts for its P gradients."""
+        return max(1.0, super().joint / self.push) if isinstance(self.scale, str) else super().joint
+
     def on_push(self, push: Pushed, now: float) -> list[Action]:
-        progress = self.progress
-        progress.move(push.worker, push.step + 1)
-        joint = float(len(progress.pushed))
-        if isinstance(self.scale, str):  # a power of how many pushes make a joint step: each has P gradients
-            joint = max(1.0, joint / self.push)
-        actions: list[Action] = [
-            Apply((push,), rate_of(self.scale, joint)),
-            Release(push.worker, push.step + 2, progress.slowest),
-        ]
+        actions = super().on_push(push, now)
         if self._made < self._warm_pushes:
             self._made += 1
             if self._made == self._warm_pushes:
@@ -108,7 +99,7 @@ class DownpourPolicy(Policy):
                 self.room.enter(worker, step)
                 return [self.why_held(worker, step)]
             self._alone = worker
-        return [Release(worker, step + ahead, self.progress.slowest) for ahead in range(2)]
+        return super().on_start(worker, step, now)
 
     def on_leave(self, worker: int, now: float) -> list[Action]:
         if worker != self._alone:
@@ -144,7 +135,7 @@ class DownpourMachine(WorkerMachine):
         self._filled = False  # has any of these a gradient?
         self._fetching = self._fetched = False
         self._due = False  # a fetch is to be made
-        self._dropped = self._started = False
+        self._started = False
 
     @property
     def made(self) -> int:
@@ -164,22 +155,12 @@ class DownpourMachine(WorkerMachine):
             return self._released(event)
         if isinstance(event, Asked):
             return NO_ORDERS if self.computes else self._go()
-        if isinstance(event, AllArrived):
-            return (GoHome(),)
         if isinstance(event, Fetched):
             self._fetched = True
-        elif isinstance(event, Dropped):
-            self._dropped = True
-        elif isinstance(event, Leaving):
-            self.leaving = True
-        elif isinstance(event, Admit):
-            self.step = event.step
-        return NO_ORDERS
+        return super().handle(event, now, part)
 
     def _released(self, release: Release) -> Orders:
-        self.allowed = release.step
-        if self._dropped:
-            self._dropped, self.step = False, release.step
+        self.may_make(release.step)
         begins: Orders = NO_ORDERS if self._started else (Begin(),)
         self._started = True
         return begins if self.computes else [*begins, *self._go()]
@@ -216,17 +197,11 @@ class DownpourMachine(WorkerMachine):
         return [*orders, COMPUTE]
 
 
-def _build(
-    workers: int, push: int = 1, fetch: int = 1, warm: int = 0, alpha: float | None = None, scale: Scale = None
-) -> Policy:
-    return DownpourPolicy(workers, push, warm, scale)  # fetches and local steps happen on the worker
-
-
 DOWNPOUR = Mode(
     "downpour",
     "downpour:push=5,fetch=5",
     "local steps; a push each P and a fetch each F of them, waiting for neither; warm=N: one worker alone at first",
-    _build,
+    lambda workers, push=1, warm=0, scale=None, **of_worker: DownpourPolicy(workers, push, warm, scale),
     machine=lambda worker, last, push=1, fetch=1, alpha=None, **_: DownpourMachine(LocalSteps(push, fetch, alpha), last),
     options={
         "push": whole_number("push", at_least=1, example="5"),

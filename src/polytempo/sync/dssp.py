@@ -28,9 +28,9 @@ import math
 from collections.abc import Callable
 
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
+from polytempo.sync.capabilities import Promises
 from polytempo.sync.mode import SCALE, SPAN, Mode
 from polytempo.sync.progress import Progress
-from polytempo.sync.promises import Promises
 
 #: A worker that has not pushed for this many of its intervals is not forecast any more.
 OVERDUE = 3

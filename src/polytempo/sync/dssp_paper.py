@@ -18,26 +18,15 @@ worker, not only when the fastest asks. Intervals are from push to push, waiting
 
 from __future__ import annotations
 
-from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
-from polytempo.sync.dssp import Forecaster
+from polytempo.sync.asynchronous import AsynchronousPolicy
+from polytempo.sync.capabilities import Promises
+from polytempo.sync.dssp import DynamicBound
 from polytempo.sync.mode import SCALE, SPAN, Mode
 from polytempo.sync.progress import Progress
-from polytempo.sync.promises import Promises
 
 
-class PrintedBound(Gate):
-    """The listings' rule."""
-
-    timed = True
-
-    def __init__(self, lower: int, upper: int) -> None:
-        self.lower = lower
-        self.upper = upper
-        self._forecaster = Forecaster()
-        self._credit: dict[int, int] = {}
-
-    def required(self, step: int) -> int:
-        return step - self.lower
+class PrintedBound(DynamicBound):
+    """The listings' rule, in place of the strict one."""
 
     def admits(self, worker: int, step: int, progress: Progress, now: float) -> bool:
         credit = self._credit.get(worker, 0)
@@ -59,13 +48,6 @@ class PrintedBound(Gate):
     def observe(self, worker: int, step: int, started: float, now: float) -> None:
         last = self._forecaster.pushes.get(worker)
         self._forecaster.pushes[worker] = (now, now - last[0] if last else 0.0)  # 0: not known yet, so no forecast
-
-    def welcome(self, worker: int) -> None:
-        self._forecaster.welcome(worker)
-
-    def forget(self, worker: int) -> None:
-        self._forecaster.pushes.pop(worker, None)
-        self._credit.pop(worker, None)
 
 
 DSSP_PAPER = Mode(

@@ -35,13 +35,12 @@ from polytempo.errors import SpecError
 from polytempo.options import positive_number, whole_number
 from polytempo.sync.actions import Action, Apply, Release
 from polytempo.sync.blocks import Averaging, BlockMachine
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Pushes, Unsound
+from polytempo.sync.capabilities import Capabilities, MadeOf, Promises, PushedWork, Pushes, Unsound
 from polytempo.sync.events import Pushed
 from polytempo.sync.fields import Fields, fields
 from polytempo.sync.machine import Install, Orders, WorkerEvent
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import Promises
 
 #: The most that all workers together pull the centre, if each makes one exchange.
 BETA = 0.9

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from polytempo.options import positive_number, whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
+from polytempo.sync.capabilities import Promises
 from polytempo.sync.mode import SCALE, Mode
-from polytempo.sync.promises import Promises
 
 
 class Periodic(Gate):

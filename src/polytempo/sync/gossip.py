@@ -39,8 +39,8 @@ from dataclasses import dataclass
 
 from polytempo.errors import SpecError
 from polytempo.options import choice, switch
-from polytempo.sync.actions import NAMED_AT_MOST, Action, Admit, Apply, Hold, Release
-from polytempo.sync.capabilities import Capabilities, Pushes, Unsound
+from polytempo.sync.actions import NAMED_AT_MOST, Action, Apply, Hold, Release
+from polytempo.sync.capabilities import Capabilities, Promises, Pushes, Unsound
 from polytempo.sync.directives import Mixing, NextMixing
 from polytempo.sync.events import Pushed
 from polytempo.sync.machine import (
@@ -49,11 +49,8 @@ from polytempo.sync.machine import (
     FINISHED,
     NO_ORDERS,
     SNAPSHOT,
-    AllArrived,
     Begin,
     Computed,
-    GoHome,
-    Leaving,
     Mix,
     Orders,
     SendModel,
@@ -65,7 +62,6 @@ from polytempo.sync.machine import (
 )
 from polytempo.sync.mode import Mode
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import Promises
 from polytempo.sync.topology import TOPOLOGIES, check_size, mixing_rows, phases
 
 
@@ -120,7 +116,36 @@ class MixingStep:
         return any(other in self.pushed and other not in self.empty for other, _ in self.rows[worker].receive)
 
 
-class GossipPolicy(Policy):
+class NeighbourPolicy(Policy):
+    """Workers with models of their own. One that joins a job under way enters without: others give it one."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self._begun = False
+        self._entering: set[int] = set()  # members without a model
+
+    def _start(self, now: float) -> list[Action]:
+        actions = super()._start(now)
+        self._begun = True
+        return actions
+
+    def on_start(self, worker: int, step: int, now: float) -> list[Action]:
+        if self._begun:
+            self._entering.add(worker)
+        return []
+
+    def on_leave(self, worker: int, now: float) -> list[Action]:
+        self._entering.discard(worker)
+        return []
+
+    def _enters(self, worker: int) -> bool:
+        """Has this worker, which is released now, no model? Where no member has one, it starts from the values it has."""
+        if len(self._entering) == len(self.progress.pushed):
+            self._entering.discard(worker)
+        return worker in self._entering
+
+
+class GossipPolicy(NeighbourPolicy):
     """A local barrier: a worker goes on when its neighbours have pushed the step it has pushed."""
 
     def __init__(self, workers: int, topology: str, static: bool = False) -> None:
@@ -130,8 +155,6 @@ class GossipPolicy(Policy):
         self.static = static
         self._steps: dict[int, MixingStep] = {}
         self._oldest = self._next = 0  # the steps whose graphs are kept: from the one to before the other
-        self._begun = False
-        self._entering: set[int] = set()  # members without a model
         self._rows: dict[int, dict[int, Mixing]] = {}  # by phase, for the present members
 
     def begin_at(self, step: int) -> None:
@@ -153,7 +176,7 @@ class GossipPolicy(Policy):
             actions.append(self._release(worker, step + 1, graph))
         else:
             self.room.enter(worker, step + 1)
-            actions.append(self.why_held(worker, step + 1) if self.explains else Hold(worker, step + 1, (), 0, ""))
+            actions.append(self.hold(worker, step + 1))
         self._forget_old()
         return actions
 
@@ -166,26 +189,18 @@ class GossipPolicy(Policy):
                 actions.append(self._release(worker, step, self._steps[step - 1]))
         return actions
 
-    def _start(self, now: float) -> list[Action]:
-        actions = super()._start(now)
-        self._begun = True
-        return actions
-
     def on_start(self, worker: int, step: int, now: float) -> list[Action]:
-        if self._begun:  # its model is what others send it
+        if self._begun:
             self._rows.clear()
-            self._entering.add(worker)
-        return [self._release(worker, step, None)]
+        return [*super().on_start(worker, step, now), self._release(worker, step, None)]
 
     def _release(self, worker: int, step: int, before: MixingStep | None) -> Release:
         """Release a worker into a step; `before` is the graph in which it made the one before."""
-        if worker in self._entering:
-            alone = len(self._entering) == len(self.progress.pushed)
-            if alone or (before is not None and before.brought_a_model_to(worker)):
-                self._entering.discard(worker)
+        if worker in self._entering and before is not None and before.brought_a_model_to(worker):
+            self._entering.discard(worker)
         row = self._graph(step).rows[worker]
         mixing, lost = row if row.send or row.receive else None, before.lost_to(worker) if before is not None else ()
-        return Release(worker, step, self.progress.slowest, NextMixing(mixing, lost, worker in self._entering))
+        return Release(worker, step, self.progress.slowest, NextMixing(mixing, lost, self._enters(worker)))
 
     def _graph(self, step: int) -> MixingStep:
         """The graph of a step; the first to be released into it fixes it."""
@@ -201,8 +216,7 @@ class GossipPolicy(Policy):
 
     def on_leave(self, worker: int, now: float) -> list[Action]:
         self._rows.clear()
-        self._entering.discard(worker)
-        actions: list[Action] = []
+        actions = super().on_leave(worker, now)
         for step, graph in list(self._steps.items()):
             if worker in graph.rows and worker not in graph.pushed and worker not in graph.lost:
                 graph.lost.add(worker)
@@ -254,13 +268,7 @@ class GossipMachine(WorkerMachine):
             return (StepHere(step), ADD_STEP, *sent, SendPush(step))
         if isinstance(event, Release):
             return [*self._mix(event), *self._go()]
-        if isinstance(event, AllArrived):
-            return (GoHome(),)
-        if isinstance(event, Leaving):
-            self.leaving = True
-        elif isinstance(event, Admit):
-            self.step = event.step
-        return NO_ORDERS
+        return super().handle(event, now, part)
 
     def _mix(self, release: Release) -> list[WorkerOrder]:
         """The release brings the row of the next step, and the end of the one before."""

@@ -26,10 +26,9 @@ from dataclasses import replace
 from polytempo.options import ArgumentReader, choice, fraction, whole_number
 from polytempo.sync.barrier import Barrier, RoundRule, with_data
 from polytempo.sync.blocks import Averaging, machine_of_blocks
-from polytempo.sync.capabilities import Capabilities, MadeOf, PushedWork, Pushes
+from polytempo.sync.capabilities import EACH_ROUND, Capabilities, MadeOf, PushedWork, Pushes
 from polytempo.sync.events import Pushed
 from polytempo.sync.mode import Mode
-from polytempo.sync.promises import EACH_ROUND
 
 
 class FixedPeriod(RoundRule):
@@ -64,10 +63,11 @@ def _read_after(text: str) -> int | str:
 
 #: Of modes in which all workers average their models after a block.
 BLOCKS = Capabilities(Pushes.VALUES, MadeOf.ALL, PushedWork.LOCAL)
-#: What an average does to the optimizer state of each worker.
-STATE = {"state": choice("state", ("keep", "mean", "reset"))}
-#: Options of modes that average by a mean.
-MEAN_OPTIONS: dict[str, ArgumentReader] = {"momentum": fraction("momentum", "0.3"), **STATE}
+#: Options of modes that average by a mean; `state`: what that does to the optimizer state of each worker.
+MEAN_OPTIONS: dict[str, ArgumentReader] = {
+    "momentum": fraction("momentum", "0.3"),
+    "state": choice("state", ("keep", "mean", "reset")),
+}
 
 
 def mean_of_models(period: int, momentum: float = 0.0, state: str | None = None, **more: bool) -> Averaging:

@@ -293,6 +293,7 @@ PUSHES: Orders = (PushStep(),)
 PUSH_AND_GO: Orders = (PushStep(), COMPUTE)
 NO_ORDERS: Orders = ()
 FINISHED: Orders = (SETTLE,)
+GOES_HOME: Orders = (GoHome(),)
 COMPUTED, FETCHED, DROPPED, ASKED, ALL_ARRIVED, LEAVING = Computed(), Fetched(), Dropped(), Asked(), AllArrived(), Leaving()
 
 
@@ -331,7 +332,7 @@ class WorkerMachine(ABC):
     sends_early = False  #: where values go to other workers: do they leave before the step changes them?
     asks = False  #: likewise: does it ask one worker at a time for an average of two?
 
-    __slots__ = ("allowed", "computes", "last", "leaving", "step")
+    __slots__ = ("_dropped", "allowed", "computes", "last", "leaving", "step")
 
     def __init__(self, last: float = math.inf) -> None:
         self.last = last
@@ -339,6 +340,7 @@ class WorkerMachine(ABC):
         self.allowed = -1  #: the last that was released
         self.computes = False
         self.leaving = False
+        self._dropped = False  # a push was: the next release says where to go on
 
     @property
     def done(self) -> bool:
@@ -354,11 +356,29 @@ class WorkerMachine(ABC):
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
         """What this worker does now.
 
+        Here is what most machines do alike; those of modes end with it, `super().handle(event, now, part)`.
+
         Args:
             event: What has happened to it; an action of the policy has reached it.
             now: When.
             part: The fragment of the model whose policy has acted.
         """
+        match event:
+            case Leaving():
+                self.leaving = True
+            case Dropped():
+                self._dropped = True
+            case AllArrived():
+                return GOES_HOME
+            case Admit():
+                self.step, self.computes = event.step, False
+        return NO_ORDERS
+
+    def may_make(self, step: int) -> None:
+        """A release of this step has come. Where a push was dropped, it is the step to go on with."""
+        self.allowed = step
+        if self._dropped:
+            self._dropped, self.step = False, step
 
 
 class StepMachine(WorkerMachine):
@@ -367,17 +387,13 @@ class StepMachine(WorkerMachine):
     How many pushes may be under way is the policy's business: it releases that many steps ahead.
     """
 
-    __slots__ = ("_dropped",)
-
-    def __init__(self, last: float = math.inf) -> None:
-        super().__init__(last)
-        self._dropped = False
+    __slots__ = ()
 
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
         kind = type(event)  # `isinstance`, and a method for each event, cost a third of a simulated step
         if kind is Release:
             allowed = self.allowed = event.step  # type: ignore[union-attr]
-            if self._dropped:
+            if self._dropped:  # `may_make`, without the call
                 self._dropped, self.step = False, allowed
             if self.computes or self.leaving or self.step > allowed:
                 return NO_ORDERS
@@ -391,15 +407,7 @@ class StepMachine(WorkerMachine):
                 return PUSH_AND_GO
             self.computes = False
             return PUSHES
-        if kind is Dropped:
-            self._dropped = True
-        elif kind is Leaving:
-            self.leaving = True
-        elif kind is AllArrived:
-            return (GoHome(),)
-        elif isinstance(event, Admit):
-            self.step, self.computes = event.step, False
-        return NO_ORDERS
+        return super().handle(event, now, part)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from typing import Any
 
 from polytempo.errors import SpecError
 from polytempo.options import ArgumentReader, positive_number, whole_number
-from polytempo.sync.capabilities import SINGLE_PUSHES, UNPROVED, Capabilities, Unsound
+from polytempo.sync.capabilities import SINGLE_PUSHES, UNPROVED, USUAL, Capabilities, Promises, Unsound
 from polytempo.sync.machine import WorkerMachine, a_push_each_step
 from polytempo.sync.policy import Policy
-from polytempo.sync.promises import USUAL, Promises
 
 
 @dataclass(frozen=True)

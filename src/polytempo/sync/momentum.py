@@ -42,7 +42,7 @@ from enum import Enum
 from typing import Any
 
 from polytempo.errors import UsageError
-from polytempo.options import ArgumentReader
+from polytempo.options import ArgumentReader, number
 
 LOOKAHEAD, WORKER, SERVER, ASYNC = "lookahead", "worker", "server", "async"
 
@@ -55,17 +55,11 @@ def _read(text: str) -> str:
     return text
 
 
-def _read_spike(text: str) -> float:
-    value = float(text)
-    if not 1 < value < math.inf:  # at 1 the usual length could fall, and never rise
-        raise ValueError(text)
-    return value
-
-
 #: The options of every mode that keeps momentum at workers by default.
 MOMENTUM: Mapping[str, ArgumentReader] = {
     "momentum": ArgumentReader(f"{', '.join(_KNOWN[:-1])} or {ASYNC}", _read, LOOKAHEAD),
-    "spike": ArgumentReader("a number above 1", _read_spike, "1.5"),
+    # At 1 the usual length could fall, and never rise.
+    "spike": number("a number above 1", lambda value: 1 < value < math.inf, "1.5"),
 }
 
 #: What `spike` is where it is chosen, and how fast the usual length of a gradient follows.

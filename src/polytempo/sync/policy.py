@@ -93,6 +93,10 @@ class Policy(ABC):
         """The time of a `Wake` has come."""
         return []
 
+    def hold(self, worker: int, step: int) -> Hold:
+        """The action that holds a worker now, with names and a reason where these are wanted."""
+        return self.why_held(worker, step) if self.explains else Hold(worker, step, (), 0, "")
+
     def why_held(self, worker: int, step: int) -> Hold:
         """Why this worker is held now: here for those whose next step is before its own."""
         named, count = self.progress.behind(step)
@@ -111,7 +115,7 @@ class Policy(ABC):
         self.progress.enter(worker, step)
         if not self._awaited:
             return [Admit(worker, step), *self.on_start(worker, step, now)]
-        self._awaited.pop(worker, None)
+        self._awaited.pop(worker, None)  # one that was not awaited waits for the others, too
         self.room.enter(worker, step)
         if self._awaited:
             return [Admit(worker, step), self._start_hold(worker, step)]

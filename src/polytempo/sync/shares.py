@@ -26,6 +26,11 @@ ROUNDS = 5
 DIGITS = 3
 
 
+def even(members: Iterable[int]) -> ShareWeights:
+    """The same share for each of these."""
+    return tuple((worker, 1.0) for worker in sorted(members))
+
+
 class WorkerSpeeds:
     """The speed of each worker, from what it did in its last rounds."""
 

@@ -82,12 +82,6 @@ _COMPARED = (
 )
 
 
-def _corrections_of(mode: Mode) -> Mapping[str, ArgumentReader]:
-    if "scale" not in mode.options:  # no single pushes, which can be stale
-        return {}
-    return {**OPTIONS, **MOMENTUM} if mode.keeps_momentum else OPTIONS
-
-
 #: What modes may cost beside time; a mode can have words of its own.
 _PRICES = {
     Caution.EXACT: "exact: the update of bsp",
@@ -98,8 +92,10 @@ _PRICES = {
 
 
 def _syntax_of(mode: Mode) -> Syntax:
-    options = {**mode.options, **_corrections_of(mode), **mode.rule_options}
-    return Syntax(mode.example, mode.argument, options=options)
+    corrections: Mapping[str, ArgumentReader] = {}
+    if "scale" in mode.options:  # single pushes, which can be stale
+        corrections = {**OPTIONS, **MOMENTUM} if mode.keeps_momentum else OPTIONS
+    return Syntax(mode.example, mode.argument, options={**mode.options, **corrections, **mode.rule_options})
 
 
 _SYNTAX = {name: _syntax_of(mode) for name, mode in MODES.items()}
@@ -124,12 +120,7 @@ class Spec:
         return f"Spec({self.text!r})"
 
     def policy(self, workers: int, members: Sequence[int] = ()) -> Policy:
-        """A fresh policy for a job that starts with this number of workers.
-
-        Args:
-            workers: They are 0 to n - 1, unless `members` says which.
-            members: The workers that take part; empty: all.
-        """
+        """A fresh policy for a job that starts with this number of workers: 0 to n - 1, or those that `members` names."""
         own = {name: value for name, value in self.options.items() if name in self.mode.options}
         if self.mode.origin is not None:
             return WatchedPolicy(self.mode, self.capabilities, members or range(workers), self.arguments, own)
@@ -150,12 +141,7 @@ class Spec:
         return "" if self.mode.origin is None else self.mode.origin.digest
 
     def machine(self, worker: int, last: float = math.inf) -> WorkerMachine:
-        """A fresh machine for a life of this worker.
-
-        Args:
-            worker: Its rank.
-            last: How many (local) steps it makes at most.
-        """
+        """A fresh machine for a life of this worker, of at most `last` (local) steps."""
         if self.mode.origin is not None:
             made = WatchedMachine(self.mode, self.capabilities, worker, last, self.arguments, self.options)
             return cast(WorkerMachine, made)
@@ -165,15 +151,22 @@ class Spec:
     def capabilities(self) -> Capabilities:
         """What the mode can do and needs, with these options."""
         declared = self.mode.capabilities
-        made: Capabilities = declared if isinstance(declared, Capabilities) else self._made(declared)
+        made: Capabilities = self.declared(declared)
         # All-reduce takes the plain mean, and without a sequencer ranks run the rule of a round: ours are made for that.
         return made if self.mode.origin is None else replace(made, on_servers=True)
 
-    def _made(self, function: Callable[..., Any]) -> Any:
-        """What a function of the mode makes of the argument and options."""
+    def declared(self, fact: Any, *first: Any) -> Any:
+        """What the mode declares: the fact itself, or where it is a function, what that makes of the argument and options.
+
+        Args:
+            fact: Such as `mode.promises.lead`.
+            *first: What the function takes before these.
+        """
+        if not callable(fact):
+            return fact
         if self.mode.origin is None:
-            return function(*self.arguments, **self.options)
-        return called(self.mode.origin, lambda: function(*self.arguments, **self.options))
+            return fact(*first, *self.arguments, **self.options)
+        return called(self.mode.origin, lambda: fact(*first, *self.arguments, **self.options))
 
     def price(self, staleness: float = 0.0) -> str:
         """What the mode may cost beside time, in a few words; `staleness`: the mean of its pushes."""
@@ -307,12 +300,12 @@ class Spec:
     @property
     def averaging(self) -> Averaging | None:
         """What workers do with their models at the end of a block of local steps, in modes that have them."""
-        return None if self.mode.averaging is None else self._made(self.mode.averaging)
+        return cast(Averaging | None, self.declared(self.mode.averaging))
 
     @property
     def gossip(self) -> GossipSpec | None:
         """How workers mix their models with those of their neighbours, in modes that have them."""
-        return None if self.mode.gossip is None else self._made(self.mode.gossip)
+        return cast(GossipSpec | None, self.declared(self.mode.gossip))
 
 
 def compared() -> tuple[str, ...]:

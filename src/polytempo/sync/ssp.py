@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from polytempo.options import whole_number
 from polytempo.sync.asynchronous import AsynchronousPolicy, Gate
+from polytempo.sync.capabilities import Promises
 from polytempo.sync.mode import SCALE, Mode
 from polytempo.sync.progress import Progress
-from polytempo.sync.promises import Promises
 
 
 class Bound(Gate):

@@ -73,10 +73,6 @@ def check_size(topology: str, count: int) -> None:
 # Undirected graphs, as edges between positions.
 
 
-def _ring(count: int) -> Edges:
-    return [(position, (position + 1) % count) for position in range(count)]
-
-
 def _torus(count: int) -> Edges:
     rows = _rows(count) if _rows(count) > 1 else math.isqrt(count)
     columns = -(-count // max(rows, 1))
@@ -85,11 +81,11 @@ def _torus(count: int) -> Edges:
     return [(line[place], line[(place + 1) % len(line)]) for line in lines for place in range(len(line))]
 
 
-def _full(count: int) -> Edges:
-    return [(one, other) for one in range(count) for other in range(one)]
-
-
-_UNDIRECTED: dict[str, Callable[[int], Edges]] = {"ring": _ring, "torus": _torus, "full": _full}
+_UNDIRECTED: dict[str, Callable[[int], Edges]] = {
+    "ring": lambda count: [(position, (position + 1) % count) for position in range(count)],
+    "torus": _torus,
+    "full": lambda count: [(one, other) for one in range(count) for other in range(one)],
+}
 
 
 def _rows(count: int) -> int:

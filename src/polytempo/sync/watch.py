@@ -120,7 +120,40 @@ def check_declaration(mode: Mode) -> None:
         raise ModeError(f"{place_of(mode.origin, mode, ())}: {mode.name} declares {wrong}")
 
 
-class WatchedPolicy(Policy):
+class _Watched:
+    """The mode's own half, what was said about it, and where. What is not asked here is the mode's own.
+
+    Args:
+        mode: The mode.
+        maker: Which function of it makes the half.
+        kind: Of what the half must be.
+        make: Makes it.
+    """
+
+    def __init__(self, mode: Mode, maker: str, kind: type, make: Callable[[], Any]) -> None:
+        assert mode.origin is not None
+        self._mode, self._origin = mode, mode.origin
+        self._inner: Any = called(self._origin, make)
+        if not isinstance(self._inner, kind):
+            made = type(self._inner).__name__
+            raise ModeError(f"{self._place()}: {maker} of {mode.name} makes {made}, expected a {kind.__name__}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":  # a copy asks before there is anything
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    @property
+    def watched(self) -> Any:
+        """The mode's own."""
+        return self._inner
+
+    def _place(self, *methods: str) -> str:
+        """File and line of the first of these methods that is the mode's own."""
+        return place_of(self._origin, self._inner, methods)
+
+
+class WatchedPolicy(_Watched, Policy):
     """A policy of a mode that was brought in."""
 
     def __init__(
@@ -131,40 +164,24 @@ class WatchedPolicy(Policy):
         arguments: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> None:
-        assert mode.origin is not None
-        self._mode, self._can, self._origin = mode, capabilities, mode.origin
-        made = called(self._origin, lambda: mode.build(len(members), *arguments, **options))
-        if not isinstance(made, Policy):
-            raise ModeError(
-                f"{place_of(self._origin, made, ())}: build of {mode.name} makes {type(made).__name__}, expected a Policy"
-            )
-        self._inner: Policy = made
+        super().__init__(mode, "build", Policy, lambda: mode.build(len(members), *arguments, **options))
+        self._can = capabilities
         if list(members) != list(range(len(members))):
-            made.expect(members)
+            self._inner.expect(members)
         self._next: dict[int, int] = {}  # step of each member
         self._released: dict[int, int] = {}
         self._dropped: set[int] = set()  # members whose last push was discarded: their next release may be of any step
         self._undecided: list[Pushed] = []
         self._former: list[Pushed] = []  # likewise, of workers that have left since: one that is back does not wait for it
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_inner":  # a copy asks before there is anything
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
     @property
     def explains(self) -> bool:
         """Are names and reasons in holds?"""
-        return self._inner.explains
+        return bool(self._inner.explains)
 
     @explains.setter
     def explains(self, wanted: bool) -> None:
         self._inner.explains = wanted
-
-    @property
-    def watched(self) -> Policy:
-        """The mode's own."""
-        return self._inner
 
     def begin_at(self, step: int) -> None:
         called(self._origin, lambda: self._inner.begin_at(step))
@@ -181,7 +198,8 @@ class WatchedPolicy(Policy):
 
     @property
     def members(self) -> KeysView[int]:
-        return self._inner.members
+        members: KeysView[int] = self._inner.members
+        return members
 
     @property
     def reached(self) -> int:
@@ -194,7 +212,8 @@ class WatchedPolicy(Policy):
     def handle(self, event: Event, now: float) -> list[Action]:
         actions = called(self._origin, lambda: self._inner.handle(event, now))
         if not isinstance(actions, list):
-            raise self._wrong(event, f"answered {type(event).__name__} with {type(actions).__name__}, expected a list")
+            wrong = f"answered {type(event).__name__} with {type(actions).__name__}, expected a list"
+            raise ModeError(f"{self._place(*ANSWERS[type(event)])}: {wrong}")
         if isinstance(event, Pushed) and event.worker in self._next:
             self._undecided.append(event)
             self._next[event.worker] = max(self._next[event.worker], event.step + 1)
@@ -207,13 +226,10 @@ class WatchedPolicy(Policy):
         for action in actions:
             wrong = self._look(event, action)
             if wrong:
-                raise self._wrong(event, wrong, action)
+                error = ModeError(f"{self._place(*ANSWERS[type(event)])}: {wrong}")
+                error.about = action
+                raise error
         return actions
-
-    def _wrong(self, event: Event, text: str, about: object = None) -> ModeError:
-        error = ModeError(f"{place_of(self._origin, self._inner, ANSWERS[type(event)])}: {text}")
-        error.about = about
-        return error
 
     def _look(self, event: Event, action: Action) -> str:
         """What is wrong with an action; empty where nothing is."""
@@ -317,8 +333,8 @@ def _wrong_directive(directive: object, declared: Mapping[str, type]) -> str:
     return trouble(directive, declared) if isinstance(directive, Fields) else ""
 
 
-class WatchedMachine:
-    """A machine of a mode that was brought in. What is not asked here is the mode's own."""
+class WatchedMachine(_Watched):
+    """A machine of a mode that was brought in."""
 
     def __init__(
         self,
@@ -329,20 +345,13 @@ class WatchedMachine:
         arguments: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> None:
-        assert mode.origin is not None
-        self._mode, self._origin = mode, mode.origin
-        made = called(self._origin, lambda: mode.machine(worker, last, *arguments, **options))
-        if not isinstance(made, WorkerMachine):
-            raise ModeError(
-                f"{place_of(self._origin, made, ())}: machine of {mode.name} makes {type(made).__name__}, "
-                "expected a WorkerMachine"
-            )
-        self._inner: WorkerMachine = made
-        self._known = (*COMMON, *orders_for(made.brings))
+        super().__init__(mode, "machine", WorkerMachine, lambda: mode.machine(worker, last, *arguments, **options))
+        brings = self._inner.brings
+        self._known = (*COMMON, *orders_for(brings))
         if len(self._known) == len(COMMON):
-            raise ModeError(f"{place_of(self._origin, made, ())}: a machine cannot bring {made.brings!r}")
+            raise ModeError(f"{self._place()}: a machine cannot bring {brings!r}")
         if wrong := self._differs(capabilities):
-            raise ModeError(f"{place_of(self._origin, made, ())}: {mode.name} {wrong}")
+            raise ModeError(f"{self._place()}: {mode.name} {wrong}")
 
     def _differs(self, can: Capabilities) -> str:
         """How what the mode declares differs from what its machine does; empty where it does not."""
@@ -359,11 +368,6 @@ class WatchedMachine:
             return f"declares work=PushedWork.{can.work.name}, and its machine makes local steps; declare PushedWork.LOCAL"
         return ""
 
-    @property
-    def watched(self) -> WorkerMachine:
-        """The mode's own."""
-        return self._inner
-
     def handle(self, event: WorkerEvent, now: float, part: int = 0) -> Orders:
         """As the machine does."""
         if isinstance(event, Release) and event.directive is not None:
@@ -372,8 +376,7 @@ class WatchedMachine:
         for order in orders if isinstance(orders, tuple | list) else (orders,):
             wrong = self._look(order)
             if wrong:
-                place = place_of(self._origin, self._inner, ("handle",))
-                error = ModeError(f"{place}: on {type(event).__name__} the machine {wrong}")
+                error = ModeError(f"{self._place('handle')}: on {type(event).__name__} the machine {wrong}")
                 error.about = order
                 raise error
         return orders
@@ -383,8 +386,7 @@ class WatchedMachine:
         if not wrong and isinstance(release.directive, NextBlock) and self._inner.brings != "values":
             wrong = f"{release.directive!r}, which is for blocks of local steps; this machine brings {self._inner.brings!r}"
         if wrong:
-            place = place_of(self._origin, self._inner, ())
-            raise ModeError(f"{place}: a release tells worker {release.worker} {wrong}")
+            raise ModeError(f"{self._place()}: a release tells worker {release.worker} {wrong}")
 
     def _look(self, order: WorkerOrder) -> str:
         if type(order) not in self._known:
@@ -395,8 +397,3 @@ class WatchedMachine:
         if isinstance(order, PushStep | SendPush) and (wrong := trouble(order.measured, self._mode.measures)):
             return f"measures {wrong}"
         return ""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_inner":
-            raise AttributeError(name)
-        return getattr(self._inner, name)
