@@ -12,7 +12,7 @@ from tests.tensors.test_host_staging import LateCopies
 
 import polytempo as pt
 from polytempo.protocol.layout import Layout
-from polytempo.reducer import flat_buffer, partial_push, server_reducer
+from polytempo.reducer import flat_buffer, partial_push, servers
 from polytempo.reducer.device_moves import HostStaging
 from polytempo.reducer.gradient_hooks import GradientHooks
 from polytempo.session.session import Session
@@ -35,7 +35,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Sent:
         return HostStaging(params, layout, torch.device("cpu"), LateCopies())
 
     monkeypatch.setattr(flat_buffer, "staging_for", staging_for)
-    monkeypatch.setattr(server_reducer, "GradientHooks", lambda params, buffer: GradientHooks([], buffer))
+    monkeypatch.setattr(servers, "GradientHooks", lambda params, buffer: GradientHooks([], buffer))
     sent, send, commit = Sent(), partial_push.PartialPushes._send, partial_push.PartialPushes.commit
 
     def counted_send(self: Any, number: int) -> None:

@@ -37,7 +37,7 @@ from polytempo.compression.chain import CASTS
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.peer_messages import LAST_WORDS, NeighbourLinks, RequestService
-from polytempo.reducer.shared_memory_reducer import aligned
+from polytempo.reducer.sums import aligned
 from polytempo.server.pull_compression import Flats
 from polytempo.transport.deadline import Deadline
 

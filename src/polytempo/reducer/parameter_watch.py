@@ -31,6 +31,7 @@ class ParameterWatch:
         self._devices = [param.device for param in params]
         self._compares = compares and all(device.type == "cpu" for device in self._devices)
         self.touched = ""  #: the first parameter that something else was seen to write to; until that is dealt with
+        self._anchor: Sequence[torch.Tensor] | None = None
         self._turn = 0  # where the comparing goes on
         self._compared: list[tuple[int, Bytes, bytes]] = []
         self._find_places()
@@ -75,6 +76,10 @@ class ParameterWatch:
             return
         pairs = zip(self._params, self._versions, strict=True)
         self.touched = next(self._infos[i].name for i, (param, version) in enumerate(pairs) if param._version != version)
+
+    def declare(self) -> None:
+        """The script says that it has written."""
+        self.touched = self.touched or self.name_of(0)
 
     def was_written(self, tensors: Sequence[torch.Tensor]) -> bool:
         """These tensors have other values than before, which torch may not have counted: are there parameters among them?"""
@@ -126,9 +131,19 @@ class ParameterWatch:
             if not self.touched and not param.is_set_to(before) and not is_same(param.detach(), before):
                 self.touched = self._infos[index].name
 
+    def compare_by(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Where these start from an anchor, and differ between workers, that is what must be alike on all."""
+        self._anchor = tensors
+
+    @property
+    def is_anchored(self) -> bool:
+        """Are other tensors compared in their place?"""
+        return self._anchor is not None
+
     def digests(self) -> bytes:
-        """Eight bytes for the values of each parameter."""
-        return b"".join(digest_of_bytes([as_bytes(p.detach().cpu())]) for p in self._params)
+        """Eight bytes for the values of each parameter, or of its anchor: of what must be alike on all workers."""
+        compared = self._params if self._anchor is None else self._anchor
+        return b"".join(digest_of_bytes([as_bytes(tensor.detach().cpu())]) for tensor in compared)
 
     def check_alike(self, digests: Mapping[int, bytes], name: str = "") -> None:
         """Refuse values that are not the same on all workers.

@@ -1,6 +1,6 @@
 """`adpsgd` at the worker (`sync/adpsgd.py`): gradients are computed on a snapshot, while pairs of workers are averaged.
 
-    snapshot    the parameters become x, the state beside them (`reducer/neighbour_reducer.py`); active workers ask a partner
+    snapshot    the parameters become x, the state beside them (`reducer/neighbours.py`); active workers ask a partner
     step        the optimizer steps on the snapshot; what was asked is finished; x = x + what the optimizer has changed; push
 
 The parameters are written only inside `step()`: averages that others ask for change x alone, so backward always sees the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.neighbour_reducer import NeighbourReducer, PairExchange
+from polytempo.reducer.neighbours import NeighbourExchange, PairExchange
 from polytempo.sync.machine import AddStep, AskPartner, Snapshot, WorkerMachine
 from polytempo.train.driver import LivePerforms
 from polytempo.train.gossip import OwnModelUpdate
@@ -22,7 +22,7 @@ from polytempo.transport.buffer_pool import Pool
 class PairUpdate(OwnModelUpdate):
     """Local steps, with averages of pairs beside them."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourExchange, machine: WorkerMachine) -> None:
         self._seen = FlatBuffer(reducer.layout, Pool(), pinned=False)  # the snapshot; in a step, the change since then
         self._exchange: PairExchange | None = None
         if reducer.session.size > 1:

@@ -18,8 +18,8 @@ import torch
 
 from polytempo.client.client_state import Reading
 from polytempo.protocol.push import no_steps
-from polytempo.reducer.reducer import Reducer
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.exchange import Exchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.sync.actions import Release
 from polytempo.sync.downpour import LocalSteps
 from polytempo.sync.machine import (
@@ -64,10 +64,10 @@ class ParameterFetch:
 class DownpourUpdate(MachineUpdate):
     """Local steps of one optimizer."""
 
-    _reducer: ServerReducer
+    _reducer: ServerExchange
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, local: LocalSteps) -> None:
-        assert isinstance(reducer, ServerReducer)  # the mode has no other: values are fetched
+    def __init__(self, wrapped: Wrapped, reducer: Exchange, machine: WorkerMachine, local: LocalSteps) -> None:
+        assert isinstance(reducer, ServerExchange)  # the mode has no other: values are fetched
         self._wrapped, self._local = wrapped, local
         self._steps = 0
         self._sum: GradientSum | None = None  # what the next push will hold
@@ -76,11 +76,9 @@ class DownpourUpdate(MachineUpdate):
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
         self._fetch: ParameterFetch | None = None
         self._basis = Basis(reducer.client_state.version, reducer.step - 1)
-        reducer.pulls = False  # values are fetched; those of an answer would undo local steps
-        reducer.client_state.take = lambda parts, absent: None
+        reducer.fetch_apart(self.flush)  # values of an answer would undo local steps
         super().__init__(machine, reducer)
         reducer.session.flushing.append(self.flush)
-        reducer.before_read = self.flush
         self.start()
 
     def performs(self) -> LivePerforms:

@@ -28,13 +28,13 @@ from polytempo.errors import UsageError
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep, cut
 from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo, part_of
-from polytempo.reducer.factory import make_value_reducer
+from polytempo.reducer.exchange import Exchange, GroupValues
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
 from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.optimizer_spec import SpecBuilder
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.server.optimizer_state import as_bytes, as_tensor, digest_of_bytes
+from polytempo.reducer.peers import PeerExchange, make_peers
+from polytempo.reducer.servers import ServerExchange
+from polytempo.server.optimizer_state import as_tensor
 from polytempo.session.session import Session
 from polytempo.sync.blocks import Averaging
 from polytempo.train.model_tables import dense_segments, dense_state
@@ -119,7 +119,7 @@ class Fragment:
 
     def __init__(
         self,
-        reducer: Reducer,
+        reducer: Exchange,
         rules: Sequence[OuterRule],
         groups: Sequence[int],
         companions: Companions,
@@ -135,7 +135,7 @@ class Fragment:
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
         self._written = ""  # a parameter that the script has written to at the start of the block
-        self._on_servers = isinstance(reducer, ServerReducer)
+        self._on_servers = isinstance(reducer, ServerExchange)
         self._differences = self._on_servers and reducer.spec.apply == "server"
         steps = any(rule != PLAIN for rule in rules)
         self._views: list[torch.Tensor] = []  # of the anchor, and of what servers have sent
@@ -145,13 +145,11 @@ class Fragment:
             reducer.copier.gather(self._landing, lambda tensor: tensor.detach())
             self._views = [self._landing.views[index] for index in range(len(self._tensors))]
         self._outer: OuterStep | None = None  # made here
-        if isinstance(reducer, ServerReducer):
-            reducer.taker.install = self._land
-            reducer.taker.land = lambda: None  # what has landed on a device is where it shall be
+        if isinstance(reducer, ServerExchange):
+            reducer.deliver_to(self._land, land=lambda: None)  # what has landed on a device is where it shall be
         elif steps:
             self._outer = OuterStep(self._views, groups, rules)
-            digests = lambda: b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)  # noqa: E731
-            reducer.digests = digests  # type: ignore[attr-defined]
+            reducer.copier.watch.compare_by(self._views)
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
@@ -318,7 +316,7 @@ class Fragment:
         self.reducer.renew(compare=False)
         for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor.detach())
-        self.reducer.push_values()
+        self.reducer.take_writes(declared=True)
         self._written = self.reducer.copier.watch.touched
         self.record()
 
@@ -332,6 +330,7 @@ class Fragment:
         if not self._differences or self._alone:
             return []
         numbers = range(len(self._tensors))
+        assert isinstance(self.reducer, ServerExchange)  # there differences travel
         found = dense_state(self.reducer.read_state(), self.reducer.spec.tensors, numbers)
         return [found.get(index, {}).get("momentum_buffer") for index in numbers]
 
@@ -339,7 +338,7 @@ class Fragment:
         """Go on from it."""
         if self._outer is not None:
             self._outer.load(self._views, momentum)
-        elif self._differences and not self._alone:
+        elif isinstance(self.reducer, ServerExchange) and self._differences and not self._alone:
             state = {index: {"momentum_buffer": own} for index, own in enumerate(momentum) if own is not None}
             self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
 
@@ -392,8 +391,13 @@ def make_fragments(
             name_of_part = name
         more.read()
         tensors = [*(params[i] for i in part), *more.tensors]
-        beside = fragments[0].reducer if fragments else None
-        reducer = make_value_reducer(session, name_of_part, spec, tensors, on_servers, beside)
+        reducer: Exchange
+        if on_servers:
+            reducer = ServerExchange(session, name_of_part, spec, tensors)
+        else:
+            first = fragments[0].reducer if fragments else None
+            beside = first.coordination if isinstance(first, PeerExchange) else None
+            reducer = make_peers(session, name_of_part, spec, tensors, hooked=False, beside=beside)
         if not session.job.resumed or set(more.names) <= set(session.job.companions):
             more.write()  # all start from those of one worker, as with the values, or from the checkpoint's
         alone = not averaging.waits or averaging.own

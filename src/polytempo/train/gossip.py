@@ -16,7 +16,7 @@ import torch
 
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.neighbour_reducer import GossipExchange, NeighbourReducer
+from polytempo.reducer.neighbours import GossipExchange, NeighbourExchange
 from polytempo.sync.machine import AddStep, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.update import Wrapped, left_as_shown, step_unwrapped
@@ -26,7 +26,7 @@ from polytempo.transport.buffer_pool import Pool
 class OwnModelUpdate(MachineUpdate):
     """Steps of the wrapped optimizer on this worker's own model and gradients; the pushes carry no data."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourExchange, machine: WorkerMachine) -> None:
         self._wrapped, self._neighbours = wrapped, reducer
         super().__init__(machine, reducer)
 
@@ -67,7 +67,7 @@ class OwnModelUpdate(MachineUpdate):
 class GossipUpdate(OwnModelUpdate):
     """Local steps, mixed with those of neighbours."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine, overlap: bool) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourExchange, machine: WorkerMachine, overlap: bool) -> None:
         self._exchange = GossipExchange(reducer)
         # The model when it was sent, where that is before the step; in the step, the change since then.
         self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False) if overlap else None

@@ -38,8 +38,10 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.push import Measures
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.coordination import period_of
+from polytempo.reducer.exchange import Exchange, GroupValues
+from polytempo.reducer.peers import PeerExchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.blocks import BlockMachine
 from polytempo.sync.machine import (
@@ -93,7 +95,7 @@ class LocalStepUpdate(MachineUpdate):
     @property
     def period(self) -> int:
         """Local steps in the block that runs."""
-        return self.fragments[0].reducer.period
+        return period_of(self.fragments[0].reducer.directive)
 
     def stats(self) -> dict[str, Any]:
         left_out = {} if self._watch is None else {"left_out": self._machine.left_out}
@@ -180,7 +182,7 @@ class LocalStepUpdate(MachineUpdate):
             for group, lr in zip(groups, scheduled, strict=True):
                 group["lr"] = lr
 
-    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+    def look(self, reducer: Exchange, params: Sequence[torch.Tensor]) -> None:
         own = self._wrapped.params
         if len(params) != len(own) or any(one is not other for one, other in zip(params, own, strict=True)):
             raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")
@@ -235,11 +237,11 @@ class LocalStepUpdate(MachineUpdate):
         if self._watch is not None:
             self._watch.forget()  # pushes of no change: this worker need not know of their merge
 
-    def consolidate(self, reducer: Reducer) -> None:
+    def consolidate(self, reducer: Exchange) -> None:
         if self._averaging.own:  # the job's model is another than this worker's, which goes on from its own
             with torch.no_grad():
                 for fragment in self.fragments:
-                    assert isinstance(fragment.reducer, ServerReducer)  # the mode has no other
+                    assert isinstance(fragment.reducer, ServerExchange)  # the mode has no other
                     fragment.show_beside(fragment.reducer.newest())
             return
         if self._watch is None:
@@ -252,16 +254,18 @@ class LocalStepUpdate(MachineUpdate):
             self._tell(Asked())
             fragment.show(newest)
 
-    def push_values(self, reducer: Reducer) -> None:
+    def push_values(self, reducer: Exchange) -> None:
         for fragment in self.fragments:
             fragment.carry()
 
     def join(self) -> None:
-        if not self.fragments[0].reducer.needs_join:
+        peers = [one.reducer for one in self.fragments if isinstance(one.reducer, PeerExchange)]
+        if not peers or not peers[0].coordination.needs_join:
             return
         self.flush()
         with torch.no_grad():
-            while not (fragment := self.fragments[self._machine.upcoming]).reducer.join():
+            while not peers[self._machine.upcoming].join():
+                fragment = self.fragments[self._machine.upcoming]
                 fragment.use_rates([float(group["lr"]) for group in self._wrapped.hyper()])
                 fragment.install()
                 self._count(fragment)
@@ -270,11 +274,11 @@ class LocalStepUpdate(MachineUpdate):
                 self._tell(SatOut(), number)
         self.flush(restarts=True)
 
-    def state(self, reducer: Reducer) -> dict[str, Any]:
+    def state(self, reducer: Exchange) -> dict[str, Any]:
         outer = [momentum for fragment in self.fragments if (momentum := fragment.momentum())]
         return {"outer": outer} if outer else {}
 
-    def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
+    def load_state(self, reducer: Exchange, state: dict[str, Any]) -> None:
         for fragment, momentum in zip(self.fragments, state.get("outer", []), strict=False):
             fragment.load_momentum(momentum)
 
@@ -282,8 +286,8 @@ class LocalStepUpdate(MachineUpdate):
 class AnswerWatch:
     """Answers that no worker waits for, of all fragments."""
 
-    def __init__(self, reducers: Sequence[Reducer]) -> None:
-        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerReducer)]
+    def __init__(self, reducers: Sequence[Exchange]) -> None:
+        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerExchange)]
         assert len(self.reducers) == len(reducers)  # the mode has no other way
         self._client, self._session = self.reducers[0].client, self.reducers[0].session
         self._quiet_since, self._moved = time.monotonic(), 0

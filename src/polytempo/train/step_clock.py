@@ -14,7 +14,7 @@ from typing import Any
 from polytempo.client.client_state import ClientState
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, name_in_group
-from polytempo.reducer.reducer import SequencerClient
+from polytempo.reducer.coordination import SequencerClient
 from polytempo.session.session import Session
 from polytempo.train.driver import StepRequest, StepUpdate
 

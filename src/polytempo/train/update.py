@@ -24,10 +24,12 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from polytempo.optim.worker_momentum import ChangeMomentum
+from polytempo.reducer.exchange import Exchange, GroupValues
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.optimizer_spec import RuleAlone
-from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer
+from polytempo.reducer.peers import PeerExchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.sync import machine as machines
 from polytempo.sync.machine import PushStep, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, StepUpdate
@@ -67,7 +69,7 @@ class PushEachStep(MachineUpdate):
     """What is common to the ways in which each step is a push. Its answer, or room for another one, is waited for with it:
     a server that this worker has to itself comes over to its core meanwhile."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool = True) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: Exchange, machine: WorkerMachine, barrier: bool = True) -> None:
         super().__init__(machine, reducer)
         self._wrapped, self._barrier = wrapped, barrier
         self.start()
@@ -80,7 +82,6 @@ class PushEachStep(MachineUpdate):
         self._push(self._request)
 
     def step(self, request: StepRequest) -> Any:
-        self._reducer.take_answer()
         self._request, self._result = request, None
         self._tell(machines.COMPUTED)
         self._hear()
@@ -91,7 +92,19 @@ class PushEachStep(MachineUpdate):
         """What the step has made goes out, and its answer comes in."""
 
 
-class PushGradient(PushEachStep):
+class PushToServers(PushEachStep):
+    """What the servers make of a push comes with its answer, which may be taken as late as here."""
+
+    def __init__(self, wrapped: Wrapped, servers: ServerExchange, machine: WorkerMachine, barrier: bool) -> None:
+        self._servers = servers
+        super().__init__(wrapped, servers, machine, barrier)
+
+    def step(self, request: StepRequest) -> Any:
+        self._servers.take_answer()
+        return super().step(request)
+
+
+class PushGradient(PushToServers):
     """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
 
     def _push(self, request: StepRequest) -> None:
@@ -106,14 +119,19 @@ class PushGradient(PushEachStep):
         reducer.push(buffer, wrapped.hyper(), measures, absent)
 
 
-class PushChange(PushEachStep):
+class PushChange(PushToServers):
     """The wrapped optimizer runs here, and the servers add the changes; `barrier`: they take the new values, which are the
     same on all workers, since all run on the agreed mean. `momentum` makes of a change what is pushed."""
 
     def __init__(
-        self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool, momentum: ChangeMomentum | None
+        self,
+        wrapped: Wrapped,
+        servers: ServerExchange,
+        machine: WorkerMachine,
+        barrier: bool,
+        momentum: ChangeMomentum | None,
     ) -> None:
-        super().__init__(wrapped, reducer, machine, barrier)
+        super().__init__(wrapped, servers, machine, barrier)
         self._momentum = momentum
 
     def _push(self, request: StepRequest) -> None:
@@ -164,9 +182,9 @@ class PushChange(PushEachStep):
 class StepOnMean(PushEachStep):
     """Every worker runs the wrapped optimizer on the mean gradient."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, mean: GradientMean) -> None:
-        super().__init__(wrapped, reducer, machine)
-        self._mean = mean
+    def __init__(self, wrapped: Wrapped, peers: PeerExchange, machine: WorkerMachine) -> None:
+        self._peers, self._mean = peers, peers.mean
+        super().__init__(wrapped, peers, machine)
 
     def step(self, request: StepRequest) -> None:
         super().step(request)
@@ -181,7 +199,7 @@ class StepOnMean(PushEachStep):
 
     def join(self) -> None:
         with torch.no_grad():
-            while not self._reducer.join():
+            while not self._peers.join():
                 self._apply(agreed=False)
         self.start()  # at the step that all have come to
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -28,11 +29,11 @@ from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.push import FirstValues, Measures, NewState, NewValues, PushedChange, PushedGradient, PushedValues
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, GpuBuckets, device_of
+from polytempo.reducer.exchange import Exchange, GroupValues, Traffic
 from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.gradient_hooks import GradientHooks, tell_completion
 from polytempo.reducer.partial_push import PartialPushes
 from polytempo.reducer.push_filters import PushFilters
-from polytempo.reducer.reducer import GroupValues, Reducer
 from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, is_whole, pack, unpack
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
@@ -41,15 +42,15 @@ from polytempo.sync.spec import Spec
 from polytempo.transport.channel import Bytes
 
 
+@dataclass
 class ValueTaker:
-    """Takes the values of answers. The client holds on to it, and not by it to a reducer that the script has dropped."""
+    """Takes what answers bring. The client holds on to it, and not by it to an exchange that the script has dropped."""
 
-    def __init__(self, copier: Copier) -> None:
-        self.install: Callable[[dict[int, list[Bytes]]], None] = copier.scatter  #: where they go
-        self.land: Callable[[], None] = copier.land  #: and where they go from the device's landing
+    install: Callable[[dict[int, list[Bytes]], Sequence[int]], None]  #: where values go; the parameters without a gradient
+    land: Callable[[], None]  #: where they go from the device's landing
 
     def __call__(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        self.install(parts)
+        self.install(parts, absent)
 
 
 class OwnPushes:
@@ -110,7 +111,7 @@ class OwnPushes:
         self._add(push, factors)
         self._copier.watch.record()
 
-    def install(self, parts: dict[int, list[Bytes]]) -> None:
+    def install(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         """New values have come, which have all pushes but those that are not answered."""
         self._copier.scatter(parts)
         self._sent = {step: push for step, push in self._sent.items() if step in self._state.outstanding}
@@ -124,7 +125,22 @@ class OwnPushes:
                 param.add_(push[index].to(param.device), alpha=factors[self._groups[index]])
 
 
-class ServerReducer(Reducer):
+@dataclass(frozen=True)
+class PushedParts:
+    """What belongs to the pushes of an optimizer beside its parameters."""
+
+    hooked: bool = False  #: gradients are copied into the flat buffer by hooks, while backward runs
+    state: Sequence[SegmentState] = ()  #: the optimizer's, that the job starts from, if this worker is asked
+    tables: Sequence[WorkerTable] = ()  #: their rows travel with the pushes
+    mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None  #: what `agree` averages: tables' parameters, too
+    momentum: GradientMomentum | None = None  #: of this worker: pushes are made of it and the gradients, which stay
+
+
+#: Where values are pushed.
+VALUES = PushedParts()
+
+
+class ServerExchange(Exchange):
     """Reduces the gradients of one optimizer on parameter servers.
 
     Args:
@@ -132,15 +148,9 @@ class ServerReducer(Reducer):
         name: The optimizer's name in the job.
         spec: What the servers must know of it.
         params: The parameters whose values travel densely.
-        state: The optimizer's state that the job starts from, if this worker is asked.
-        hooked: Copy gradients into the flat buffer by hooks, while backward runs.
-        tables: Tables whose rows travel with the pushes.
-        mean: Spec and parameters of the reducer that averages for `agree`: all parameters, those of tables too.
-        beside: The reducer for whose `agree` this one averages.
-        momentum: Of this worker: what is pushed is made of it and the gradients, which stay what they are.
+        parts: What belongs to its pushes beside these.
+        beside: The exchange for whose `agree` this one averages.
     """
-
-    on_servers = True
 
     def __init__(
         self,
@@ -148,19 +158,19 @@ class ServerReducer(Reducer):
         name: str,
         spec: OptimizerSpec,
         params: Sequence[torch.Tensor],
-        state: Sequence[SegmentState] = (),
-        hooked: bool = False,
-        tables: Sequence[WorkerTable] = (),
-        mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None,
-        beside: ServerReducer | None = None,
-        momentum: GradientMomentum | None = None,
+        parts: PushedParts = VALUES,
+        beside: ServerExchange | None = None,
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
-        sync, mode = spec.parsed, spec.parsed.capabilities
+        sync, mode, hooked, momentum = spec.parsed, spec.parsed.capabilities, parts.hooked, parts.momentum
         device = device_of(session.devices, self.client, sync, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
-        super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)))
+        state, layout = (
+            ClientState(name, ahead=mode.ahead),
+            lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)),
+        )
+        super().__init__(session, spec, state, layout)
         self._ahead = self.client_state.ahead  # pushes of this worker that may be under way while it computes the next
         self._fetches = mode.fetches  # values are this worker's own between two fetches
         self._common = mode.common
@@ -168,7 +178,7 @@ class ServerReducer(Reducer):
         self._next_is_told = averages or mode.averages or mode.by_speed  # the answer says what follows
         # Where models are averaged, what servers keep is the state of the outer step, and not of the script's optimizer.
         self.holds_state = spec.apply == "server" and momentum is None and not mode.averages
-        self.pulls = True  #: shall answers bring the dense values?
+        self._pulls = True  # shall answers bring the dense values?
         self.own = 0  #: pushes of this worker since the version that the next one is made on
         changes, replaces = spec.apply == "delta", mode.rounds or mode.averages
         self._content = PushedGradient if not changes else PushedValues if replaces else PushedChange
@@ -177,19 +187,19 @@ class ServerReducer(Reducer):
         self._compares = not averages and not mode.averages  # what is written inside a block is this worker's own progress
         self._exchange: DeviceExchange | None = None  # where values stay on a device
         self.copier = self._new_copier(params, device, beside)
-        self.taker = ValueTaker(self.copier)
+        self._taker = self._new_taker()
         self._own: OwnPushes | None = None
         if self._ahead and sync.worker_momentum:
             members, departed = spec.members or range(session.size), self.client.departed
             self._own = OwnPushes(self.copier, self.layout, sync, members, departed, self.client_state, changes)
-            self.taker.install = self._own.install
+            self.deliver_to(self._own.install)
         machine = sync.machine(session.rank)
         if self._ahead or machine.parts > 1 or machine.overlaps or (mode.averages and not mode.rounds):
             self.client.exchanges.overlap()
         elif not shares_memory and mode.work is not PushedWork.DEADLINE:  # else values pass through while an answer comes
             self.client.exchanges.lend(self.copier.next_buffer().parts)
-        self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
-        self.rows = RowTraffic(self.client, name, tables)
+        self._before_read: Callable[[], None] = lambda: None  # pushes what the values read must contain
+        self.rows = RowTraffic(self.client, name, parts.tables)
         staging = self.copier.staging
         self.filters = PushFilters(
             parse_chain(spec.push_filter), self.layout, None if staging is None or staging.others else staging
@@ -199,12 +209,12 @@ class ServerReducer(Reducer):
         self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(self._ahead))
         self._loads = -1  # numbers of pushes beside the steps
         self._sent: FlatBuffer | None = None  # values that replace the servers', once there were some
-        self._mean_of = mean
-        self._agreement: ServerReducer | None = None  # averages for `agree`, once that was called
+        self._mean_of = parts.mean
+        self._agreement: ServerExchange | None = None  # averages for `agree`, once that was called
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
         one_place = mode.common or (session.size == 1 and not self._ahead and not mode.fetches)
         self._carries = one_place and not spec.pull_filter
-        self._initial_state = state
+        self._initial_state = parts.state
         self._register()
         if device is not None:
             self._share(device, params)
@@ -217,7 +227,7 @@ class ServerReducer(Reducer):
         self._partial = self._partial_pushes()
 
     def _new_copier(
-        self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerReducer | None = None
+        self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerExchange | None = None
     ) -> Copier:
         memory = self.client.pool if device is None else device
         other = None if beside is None else beside.copier
@@ -236,19 +246,32 @@ class ServerReducer(Reducer):
             self.session.told.add(refusal)
             sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
         self.copier = self._new_copier(params, None)
-        self.taker = ValueTaker(self.copier)
-        self._use_copier()
+        self._taker = self.client_state.take = self._new_taker()
 
-    def _use_copier(self) -> None:
-        answered = self.client_state
-        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
-        if self.spec.pull_filter:
-            answered.take = self._take_difference
+    def _new_taker(self) -> ValueTaker:
+        copier = self.copier
+        return ValueTaker(copier.scatter_gradients if self.spec.apply == "mean" else copier.scatter, copier.land)
+
+    def deliver_to(
+        self, install: Callable[[dict[int, list[Bytes]], Sequence[int]], None], land: Callable[[], None] | None = None
+    ) -> None:
+        """Have answers bring their values elsewhere than to the parameters.
+
+        Args:
+            install: Takes the buffers of each shard, and the parameters without a gradient.
+            land: Takes what has come into the landing on a device.
+        """
+        self._taker.install, self._taker.land = install, land or self._taker.land
+
+    def fetch_apart(self, flush: Callable[[], None]) -> None:
+        """From now on answers bring no values: these are read apart. `flush` pushes what they must contain by then."""
+        self._pulls, self._before_read = False, flush
+        self.deliver_to(lambda parts, absent: None)
 
     def _register(self) -> None:
         answered = self.client_state
         answered.take_rows = self.rows.take
-        self._use_copier()
+        answered.take = self._take_difference if self.spec.pull_filter else self._taker
         with self.session.lock:
             self.client.register(self.name, self.spec, self._seed, answered)
         self.step = answered.released - self._ahead
@@ -338,7 +361,7 @@ class ServerReducer(Reducer):
                 hyper=hyper,
                 absent=tuple(absent),
                 skip=skip,
-                values=self.pulls,
+                values=self._pulls,
                 fence=self._exchange.pushed() if self._exchange is not None else 0,
             ),
         )
@@ -363,11 +386,12 @@ class ServerReducer(Reducer):
             self.take_answer()
         self._exchange.wait()
         if self.spec.apply == "mean":
-            self.copier.assign_gradients(self.copier.landing.views, self.answer.absent)
+            self.copier.assign_gradients(self.copier.landing.views, self.client_state.answer.absent)
         else:
-            self.taker.land()
+            self._taker.land()
 
     def take_answer(self) -> None:
+        """Take the answer to the last push, where that was deferred (`device_exchange.py`)."""
         if self.client_state.deferred:
             self._hear()
             self.client_state.deferred = False
@@ -391,13 +415,6 @@ class ServerReducer(Reducer):
                 self.client.send_partial(0, Keep(optimizer_id=self.name, checkpoint=name, state=state), buffers)
         self.step = self.step + 1 if self._ahead else self.client_state.released
 
-    @property
-    def device_bytes(self) -> int:
-        agreement = self._agreement
-        shared = agreement is None or agreement.copier.landing is self.copier.landing
-        own = super().device_bytes + self.filters.device_bytes + (self._partial.device_bytes if self._partial else 0)
-        return own + (0 if shared or agreement is None else agreement.device_bytes)
-
     def settle_values(self) -> None:
         """Wait, on the host, until the values of the last answer are in this worker's memory: then servers may go."""
         self.take_answer()
@@ -409,7 +426,9 @@ class ServerReducer(Reducer):
             assert self._mean_of is not None
             spec, params = self._mean_of
             hooked = self.spec.apply == "delta"  # else the gradients live in this reducer's buffer
-            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked, beside=self)
+            self._agreement = ServerExchange(
+                self.session, f"{self.name}/mean", spec, params, PushedParts(hooked), beside=self
+            )
             self._agreement.set_sending(self.sending)
         mean = self._agreement
         mean.renew()
@@ -418,25 +437,36 @@ class ServerReducer(Reducer):
         return mean.client_state.skipped
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        self.taker.install(self._shadow.hear(parts, self.answer.filtered, self.answer.exchange))
+        answer = self.client_state.answer
+        self._taker.install(self._shadow.hear(parts, answer.filtered, answer.exchange), absent)
 
     def set_sending(self, sending: bool) -> None:
         super().set_sending(sending)
         if self._agreement is not None:
             self._agreement.set_sending(sending)
 
-    def traffic(self) -> tuple[int, int]:
-        return self.client.bytes_sent, self.client.bytes_received
+    def traffic(self) -> Traffic:
+        sent, received, agreement = self.client.bytes_sent, self.client.bytes_received, self._agreement
+        on_device = (
+            self.copier.device_bytes + self.filters.device_bytes + (self._partial.device_bytes if self._partial else 0)
+        )
+        if agreement is not None and agreement.copier.landing is not self.copier.landing:  # else the memory serves both
+            on_device += agreement.traffic().device_bytes
+        return Traffic(sent, received, sent + received, on_device)
 
     # Values that the script has changed.
 
-    def carry_changes(self) -> None:
-        """Send to the servers what the script has written since the last step, where all workers stand at one place; refuse
-        it where its meaning is not defined."""
+    def take_writes(self, declared: bool = False) -> None:
+        """Send them to the servers where all workers stand at one place; refuse them where their meaning is not defined."""
         watch = self.copier.watch
-        if not watch.touched:
+        if not (declared or watch.touched):
             return
-        if self._carries:
+        why = self._why_not_sent()
+        if declared and why:
+            raise UsageError(
+                f"push_parameters() is not possible in this job: {why}; change values before DistributedOptimizer()"
+            )
+        if declared or self._carries:
             self._send_values()
             return
         same = False  # are the values the servers' after all?
@@ -444,7 +474,7 @@ class ServerReducer(Reducer):
             with self.session.lock:
                 same = self.copier.holds(self._read_parts())
         if not same:
-            why, alone = self._why_not_sent(), "a change by one worker is not the job's"
+            alone = "a change by one worker is not the job's"
             how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
             raise UsageError(
                 f"{watch.touched} was changed in place since the last step(), and in {self.spec.sync} {why or alone}; {how}"
@@ -456,14 +486,6 @@ class ServerReducer(Reducer):
         if self._fetches:
             return "values are this worker's own between fetches"
         return "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
-
-    def push_values(self) -> None:
-        why = self._why_not_sent()
-        if why:
-            raise UsageError(
-                f"push_parameters() is not possible in this job: {why}; change values before DistributedOptimizer()"
-            )
-        self._send_values()
 
     def _send_values(self) -> None:
         if self._sent is None:
@@ -482,8 +504,8 @@ class ServerReducer(Reducer):
     def read_values(self) -> None:
         self.renew(compare=self._carries)
         if self._carries:
-            self.carry_changes()
-        self.before_read()
+            self.take_writes()
+        self._before_read()
         if self.client.companion is not None:
             self.client.companion.release()  # reading values means that this worker pauses its steps
         with self.session.lock:
@@ -524,6 +546,7 @@ class ServerReducer(Reducer):
         return [segment for answer, buffers in self._read(what) for segment in unpack(answer.state, buffers)]
 
     def read_state(self) -> list[SegmentState]:
+        """The optimizer's state on the servers, where `holds_state`."""
         return self._read_segments("state")
 
     def saved_state(self) -> list[SegmentState]:
@@ -531,6 +554,7 @@ class ServerReducer(Reducer):
         return self._read_segments("saved state")
 
     def load_state(self, state: Sequence[SegmentState]) -> None:
+        """Replace the optimizer's state on the servers, where `holds_state`."""
         packed, buffers = pack(state)
         self._push_beside(NewState(state=packed, digest=digest_of_bytes(buffers, packed)), [buffers] * self.client.shards)
 
@@ -543,13 +567,9 @@ class ServerReducer(Reducer):
             self.client.push(Outstanding(push, parts))
             self.client.settle(self.name)
 
-    def residual(self) -> dict[str, torch.Tensor]:
-        return self.filters.state()
-
-    def load_residual(self, residual: dict[str, torch.Tensor]) -> None:
-        self.filters.load(residual)
-
     def row_source(self, table: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that reads rows of a table from the servers."""
+
         def pull(ids: torch.Tensor) -> torch.Tensor:
             with self.session.lock, self.client.together():
                 return self.rows.pulled(table, *self.rows.ask(table, ids))

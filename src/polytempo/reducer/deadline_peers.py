@@ -1,4 +1,9 @@
-"""How the workers of a round with a deadline add up their sums, once the sequencer has closed it.
+"""Rounds with deadlines among workers: the sequencer closes a round, then exactly its workers add up their sums.
+
+A worker reports its part of a round by a push without data. The answer names the workers in the round, what they weigh, and
+the divisor; then the sum is made, and each worker runs the wrapped optimizer on it (`train/round_exchange.py`). Flat
+buffers are host memory; parameters on a GPU are staged. This is no `PeerExchange` (`peers.py`): a worker that is stopped
+holds up no other here, and catches up; rounds are made in a thread of their own, and the script takes their means later.
 
 SharedSums   on one host, in shared memory: no worker waits for another that is stopped or dead
 GroupSums    between hosts: an all-reduce in a group of exactly these ranks
@@ -29,15 +34,22 @@ from dataclasses import dataclass
 import numpy
 import torch
 
+from polytempo.client.client import BackgroundWait
+from polytempo.client.client_state import ClientState
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.reduce_ops import reduce_into
 from polytempo.collectives.shared_buffer import SharedMeanBuffer
-from polytempo.errors import RankLost
-from polytempo.protocol.layout import ITEM_SIZES, Layout
-from polytempo.protocol.values import Share
-from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.errors import JobEnded, RankLost, UsageError
+from polytempo.protocol.layout import ITEM_SIZES, Layout, lay_out
+from polytempo.protocol.push import Measures, StepReport
+from polytempo.protocol.values import ClosedRound, OptimizerSpec, Share, number_of
+from polytempo.reducer.coordination import SequencerClient
+from polytempo.reducer.exchange import Exchange, GroupValues, Traffic
+from polytempo.reducer.flat_buffer import Copier, FlatBuffer
 from polytempo.reducer.peer_messages import PeerMessages
-from polytempo.reducer.shared_memory_reducer import ALIGNMENT, SlotAllocator, aligned
+from polytempo.reducer.sums import ALIGNMENT, SlotAllocator, aligned, buffer_number
+from polytempo.session.session import Session
+from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.local_peers import Also, LocalPeers
 
 
@@ -227,3 +239,107 @@ class GroupSums(RoundSums):
 
     def handed(self) -> int:
         return sum(self._messages.handed(group.context) for group in self._groups.groups.values())
+
+
+class DeadlinePeers(Exchange):
+    """The workers of a job with deadlines, each with values of its own that are all alike."""
+
+    def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
+        super().__init__(session, spec, ClientState(name), lay_out(spec.tensors, 1))
+        if session.job.incarnation:
+            raise UsageError(
+                f"worker {session.rank} comes back to a job of {spec.sync} over all-reduce, whose workers have made their "
+                "links to each other once; start the job with --via ps, or again"
+            )
+        world = session.world()
+        if session.job.meeting:
+            session.local_peers()  # it listens before the sequencer tells other workers of this one
+        self._clock = SequencerClient(session, spec, self.client_state)
+        self.step = self._clock.step
+        self.copier = Copier(params, self.layout, Pool())
+        self.messages = PeerMessages(world, self.client_state.answer.members, number_of(name))
+        self.round_groups = RoundGroups(self.messages)
+        if session.job.meeting:
+            peers, members = session.local_peers(), self.client_state.answer.members
+            peers.meet(members)
+            heard = [(descriptor, self._hear) for descriptor, _ in self._clock.client.watched()]
+            number = buffer_number(session, name, spec)
+            self.sums: RoundSums = SharedSums(peers, members, number, self.layout, heard)
+        else:
+            self.sums = GroupSums(self.messages, self.round_groups)
+        self.touched = ""  #: a parameter that the script has written to, which the next report tells
+        self.given_up = False  #: this worker leaves the job, and waits for no answer
+        self._start_from(self.client_state.answer.shares[0].worker)
+
+    def _hear(self) -> None:
+        """Handle what has come from the servers; another optimizer's communication thread may do the same."""
+        with self.session.lock:
+            self._clock.client.poll()
+
+    @property
+    def last_round(self) -> EndedRound:
+        """The round that has ended, as the last answer says."""
+        answer, closed = self.client_state.answer, self.client_state.answer.closed or ClosedRound()
+        total = sum(share.weight for share in answer.shares)
+        return EndedRound(self.step, answer.shares, closed.group, closed.divisor or total)
+
+    def new_buffer(self) -> FlatBuffer:
+        """Memory for sums or values of all parameters."""
+        return FlatBuffer(self.layout, Pool(), pinned=False)
+
+    def _start_from(self, root: int) -> None:
+        buffer, group = self.copier.next_buffer(), self.messages.group
+        if self.session.rank == root:
+            self.copier.gather(buffer, lambda param: param.detach())
+        group.broadcast(list(buffer.tensors.values()), group.ranks.index(root)).wait()
+        if self.session.rank != root:
+            self.copier.scatter({0: buffer.parts[0]})
+
+    # A round.
+
+    def begin(self, buffer: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int] = ()) -> None:
+        """Report this worker's part of a round."""
+        self.sums.put(buffer, self.step)
+        touched, self.touched = self.touched, ""
+        self._clock.push(StepReport(hyper=hyper, absent=tuple(absent), touched=touched), measures, self._bytes_moved())
+
+    def finish(self) -> None:
+        """Wait until the round has ended; `answer` says how. In the communication thread: the script may use the client."""
+        wait = BackgroundWait(self._clock.client, self.session.lock)
+        if not wait.for_release(self.client_state, self._clock.step + 1, lambda: self.given_up):
+            raise JobEnded("this worker has left its job")
+        self._clock.step = self.step = self.client_state.released
+
+    def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
+        raise UsageError(
+            f"synchronize() is not possible under {self.spec.sync}, whose mean is known when the round ends; use clip_norm="
+        )
+
+    def settle(self) -> None:
+        """Wait, for a while, until what was sent to other workers is gone."""
+        self.messages.settle()
+
+    # Figures.
+
+    def took(self, seconds: float) -> None:
+        """An exchange has taken this long."""
+        self.waited = self._clock.waited = seconds
+
+    def groups(self) -> list[RankGroup]:
+        return [self.messages.group, *self.round_groups.groups.values()]
+
+    def _bytes_moved(self) -> tuple[int, int]:
+        """To and from other workers, and to and from the sequencer."""
+        (sent, received), client = self.messages.traffic(), self._clock.client
+        return sent + client.bytes_sent, received + client.bytes_received
+
+    def traffic(self) -> Traffic:
+        handed = self.sums.handed() + self.messages.handed(self.messages.group.context)
+        return Traffic(*self._bytes_moved(), handed, self.copier.device_bytes)
+
+    def take_writes(self, declared: bool = False) -> None:
+        if declared:
+            self.copier.watch.declare()  # the next round compares the replicas
+
+    def read_values(self) -> None:
+        """Replicas have them already."""
