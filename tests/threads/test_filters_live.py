@@ -17,8 +17,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
-from polytempo.reducer.push_filters import PushFilters
-from polytempo.reducer.servers import ServerExchange
+from polytempo.reducer.servers import PushFilters, ServerExchange
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 import polytempo.profile_ranges
 from polytempo.pipeline.pipeline import Pipeline
-from polytempo.reducer import partial_push, sums
+from polytempo.reducer import pushes, sums
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train import communication
@@ -29,7 +29,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_push, "LIMIT", 100)
+    monkeypatch.setattr(pushes, "LIMIT", 100)
     monkeypatch.setattr(sums, "BUCKET", 100)
 
 

@@ -20,7 +20,7 @@ from polytempo.reducer import sums
 from polytempo.reducer.ballot import Ballot, outcome, size_of, unpack
 from polytempo.reducer.coordination import ByBallot
 from polytempo.reducer.peers import PeerExchange
-from polytempo.reducer.voting import VotingGroup
+from polytempo.reducer.sums import VotingGroup
 from polytempo.session.session import Session
 from polytempo.summation import in_order
 from polytempo.testing.threads import GroupJob

@@ -3,9 +3,13 @@
     BySequencer  each worker reports its part by a push without data. The answer names the workers of the round, whose parts
                  are there: these make the sum
     ByBallot     no sequencer decides. The sums are made while backward runs, and a vote of all ranks ends the round
-                 (`voting.py`): what it shows to be wrong is made again
+                 (`ballot.py`): what it shows to be wrong is made again
 
 A job of one needs neither (`train/update.py`). In rounds with deadlines the sequencer decides, too (`deadline_peers.py`).
+
+A rank that votes has all sums of its step, since collectives end in their order. So a vote that one rank has seen to its end
+is the end of the step for all, even if a rank dies before the others have: they learn the ballots from a rank that has them.
+If none has, the step is made again from the gradients, without the dead rank.
 
 By ballot a rank that has run out of data takes part with weight zero until all have (`join`), and makes the same updates,
 so that all replicas stay the same. Where there is a sequencer (`polytempo run` over several hosts) each step is reported to
@@ -31,18 +35,22 @@ from typing import Any
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.collectives.group import RankGroup
-from polytempo.errors import RankLost
+from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.messages import Push
 from polytempo.protocol.push import FirstValues, Measures, StepReport, no_steps
 from polytempo.protocol.training_troubles import ended_early, same_batches
 from polytempo.protocol.values import OptimizerSpec, PushId
 from polytempo.reducer.ballot import Ballot, BallotOutcome, outcome, unpack
-from polytempo.reducer.peer_messages import traffic_of
-from polytempo.reducer.sums import BucketSums, MemorySums
-from polytempo.reducer.voting import RuleByBallot, VotingGroup, digest_of, gather_bytes, raise_difference
+from polytempo.reducer.sums import BucketSums, MemorySums, VotingGroup, gather_bytes, traffic_of
 from polytempo.session.session import Session
+from polytempo.sync.barrier import Barrier
 from polytempo.sync.directives import Directive, NextBlock
+from polytempo.sync.events import Measured, Pushed
+from polytempo.sync.spec import Spec
 from polytempo.transport.channel import Bytes
+
+#: Bytes of a text that are compared where ranks differ.
+TEXT = 64 << 10
 
 
 def period_of(directive: Directive | None) -> int:
@@ -194,6 +202,55 @@ class BySequencer(Coordination):
 
     def moved(self) -> tuple[int, int]:
         return self._clock.client.bytes_sent, self._clock.client.bytes_received
+
+
+class RuleByBallot:
+    """The rule of a mode's rounds, run by each rank on the ballots of all: the same numbers, so the same decisions."""
+
+    def __init__(self, sync: Spec, members: Sequence[int]) -> None:
+        policy = sync.policy(len(members))
+        assert isinstance(policy, Barrier)
+        self._rule, self._step = policy.rule, 0
+        self.began = time.monotonic()  #: seconds since then, of the first rank that votes, are the rule's clock
+        self._rule.start(0.0)
+        if self._rule.weights:
+            self._rule.weights = tuple((worker, 1.0) for worker in members)
+
+    @property
+    def directive(self) -> Directive | None:
+        """What it says of the next round."""
+        return self._rule.directive(starts=True)
+
+    def close(self, ranks: Sequence[int], ballots: Sequence[Ballot]) -> None:
+        """A round has ended with the ballots of these ranks."""
+        active = [(rank, ballot) for rank, ballot in zip(ranks, ballots, strict=True) if not ballot.ran_out]
+        if not active:  # those that went on last may have shared all of it: now all begin together again
+            self._rule.gather(ranks)
+            return
+        pushes = tuple(
+            Pushed(rank, self._step, one.weight, measured=Measured(one.loss, one.lr, one.work, one.computed, one.drawn))
+            for rank, one in active
+        )
+        self._step += 1
+        self._rule.close(pushes, [worker for worker, _ in active], active[0][1].seconds)
+
+
+def digest_of(text: str) -> int:
+    """A 64-bit digest of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def raise_difference(group: RankGroup, text: str) -> None:
+    """Ranks have different texts: raise, on all of them, an error with the first line that differs."""
+    padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
+    texts = [data.rstrip(b"\0").decode(errors="replace").splitlines() for data in gather_bytes(group, padded)]
+    for rank, lines in enumerate(texts):
+        for number in range(max(len(lines), len(texts[0]))):
+            one, other = (part[number] if number < len(part) else "nothing" for part in (texts[0], lines))
+            if one != other:
+                ranks = group.ranks[0], group.ranks[rank]
+                raise UsageError(f"rank {ranks[0]} has {one} where rank {ranks[1]} has {other}; all ranks must be alike")
+    raise UsageError("ranks differ in what they optimize; all ranks must be alike")
 
 
 class ByBallot(Coordination):

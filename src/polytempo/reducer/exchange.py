@@ -25,8 +25,8 @@ from polytempo.client.client_state import ClientState
 from polytempo.protocol.layout import Layout
 from polytempo.protocol.push import Measures
 from polytempo.protocol.values import OptimizerSpec
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.reducer.copier import Copier
+from polytempo.reducer.flat_buffer import FlatBuffer, GradientHooks
 from polytempo.session.session import Session
 from polytempo.sync.directives import Directive
 

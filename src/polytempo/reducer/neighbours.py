@@ -1,6 +1,6 @@
 """Workers that keep models of their own and mix them with those of neighbours: `gossip` and `adpsgd`.
 
-Values go from worker to worker (`peer_messages.py`). The sequencer gets pushes without data, and its releases say with
+Values go from worker to worker (`model_mean.py`). The sequencer gets pushes without data, and its releases say with
 which workers the next step is to be mixed. All start from one worker's values, with push-sum weight 1.
 
 `consolidate()` asks all other workers for their values and shows the mean, weighted by push-sum weights (`model_mean.py`).
@@ -47,10 +47,19 @@ from polytempo.protocol.layout import lay_out
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
 from polytempo.reducer.coordination import SequencerClient
+from polytempo.reducer.copier import Copier
 from polytempo.reducer.exchange import Exchange, GroupValues, Traffic
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.model_mean import AVERAGE, FIRST_VALUES, FillMessage, MixingSum, ModelMean, ModelMessage
-from polytempo.reducer.peer_messages import NeighbourLinks, Sending
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.model_mean import (
+    AVERAGE,
+    FIRST_VALUES,
+    FillMessage,
+    MixingSum,
+    ModelMean,
+    ModelMessage,
+    NeighbourLinks,
+    Sending,
+)
 from polytempo.reducer.sums import SlotAllocator
 from polytempo.server.optimizer_state import as_bytes
 from polytempo.server.pull_compression import Flats

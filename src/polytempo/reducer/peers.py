@@ -16,13 +16,18 @@ from polytempo.collectives.group import RankGroup
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, number_of
-from polytempo.reducer.coordination import ByBallot, BySequencer, Coordination, SequencerClient
+from polytempo.reducer.coordination import (
+    ByBallot,
+    BySequencer,
+    Coordination,
+    SequencerClient,
+    digest_of,
+    raise_difference,
+)
 from polytempo.reducer.device_moves import device_of_all
 from polytempo.reducer.exchange import Exchange, GradientMean, GroupValues, Traffic
-from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.gradient_hooks import GradientHooks
-from polytempo.reducer.sums import BucketSums, Sums, buffer_number, memory_sums
-from polytempo.reducer.voting import VotingGroup, digest_of, gather_bytes, raise_difference
+from polytempo.reducer.flat_buffer import FlatBuffer, GradientHooks
+from polytempo.reducer.sums import BucketSums, Sums, VotingGroup, buffer_number, gather_bytes, memory_sums
 from polytempo.session.session import Session
 from polytempo.sync.directives import Directive
 

@@ -1,15 +1,19 @@
 """Parameter servers: gradients (or changes of values) are pushed, and the servers' new values are pulled.
 
 The servers hold the values and, with apply="server", the optimizer's state. A push goes through the push compression, and
-may have been sent in part while backward ran (`partial_push.py`); its answer has the new values, maybe as compressed
+may have been sent in part while backward ran (`pushes.py`); its answer has the new values, maybe as compressed
 differences. `agree` needs a clock of its own, beside that of the steps: a second reducer that only averages gradients.
+
+Push compression: what is sent of a push goes through a chain with its residual for each segment of each shard. Chains lie
+where gradients are when they are pushed: for parameters on a GPU there, in the twin of the flat buffer (`device_moves.py`).
+Then only the encoded bytes are copied to the host, together.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -19,7 +23,7 @@ import torch
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
-from polytempo.compression.chain import parse_chain
+from polytempo.compression.chain import CPU, ChainSpec, CompressionChain, parse_chain
 from polytempo.device.device import Device
 from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.errors import UsageError
@@ -28,17 +32,16 @@ from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.push import FirstValues, Measures, NewState, NewValues, PushedChange, PushedGradient, PushedValues
 from polytempo.protocol.values import OptimizerSpec, PushId
-from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, GpuBuckets, device_of
+from polytempo.reducer.copier import Copier
+from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, device_of
+from polytempo.reducer.device_moves import HostStaging
 from polytempo.reducer.exchange import Exchange, GroupValues, Traffic
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.gradient_hooks import GradientHooks, tell_completion
-from polytempo.reducer.partial_push import PartialPushes
-from polytempo.reducer.push_filters import PushFilters
-from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, is_whole, pack, unpack
+from polytempo.reducer.flat_buffer import FlatBuffer, GradientHooks, tell_completion
+from polytempo.reducer.pushes import GpuBuckets, OwnPushes, PartialPushes
+from polytempo.server.optimizer_state import SegmentState, as_tensor, digest_of_bytes, is_whole, pack, unpack
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.session import Session
 from polytempo.sync.capabilities import PushedWork
-from polytempo.sync.spec import Spec
 from polytempo.transport.channel import Bytes
 
 
@@ -53,76 +56,94 @@ class ValueTaker:
         self.install(parts, absent)
 
 
-class OwnPushes:
-    """A worker's own pushes that the values it has read lack, added to these values: `delay:k` with momentum at the worker.
+#: Encoded tensors start at multiples of this in host memory.
+ALIGNMENT = 64
 
-    While several pushes are in flight, an answer has the values of some pushes ago. A worker that computed on them as they
-    are would make the step that it has made already, once for each push in flight. So it computes on what it has read plus
-    what is under way. It knows its own pushes; the other n - 1 workers have as many under way, which it takes to be like its
-    own:
 
-        answer to push 0 --> values --> + n times push 1 and push 2 --> gradient 3    (these are not answered yet)
-
-    With 4 workers and 4 pushes of each really in flight, digits at the rate and momentum of bsp end at 11 % without this, at
-    14 % with its own pushes alone, and at 97 % like this, as bsp does.
+class PushFilters:
+    """The chains of one optimizer.
 
     Args:
-        copier: Of its parameters; it has a flat buffer for each push in flight, and one for the next.
-        layout: The group of each parameter.
-        spec: The mode.
-        members: The ranks that may push.
-        departed: Those that are known not to, any more; it may grow.
-        state: This worker's, of the optimizer: which pushes are unanswered.
-        changes: Are changes pushed? Otherwise gradients are.
+        spec: What to do.
+        layout: The segments of each shard.
+        staging: Of parameters on a GPU, which has all of them; None where gradients are pushed from the CPU.
     """
 
-    def __init__(
-        self,
-        copier: Copier,
-        layout: Layout,
-        spec: Spec,
-        members: Collection[int],
-        departed: Container[int],
-        state: ClientState,
-        changes: bool,
-    ) -> None:
-        self._copier, self._spec, self._state, self._changes = copier, spec, state, changes
-        self._members, self._departed = members, departed
-        self._groups = {place.index: place.info.group for place in layout.places}
-        self._sent: dict[int, tuple[dict[int, torch.Tensor], list[float]]] = {}  # by step, with a factor for each group
+    def __init__(self, spec: ChainSpec, layout: Layout, staging: HostStaging | None = None) -> None:
+        self._layout, self._staging = layout, staging
+        self._chains: list[list[CompressionChain]] = []
+        place = CPU if staging is None else staging.place
+        if not spec.is_lossless:
+            self._chains = [[spec.new(s.size, getattr(torch, s.dtype), place) for s in shard] for shard in layout.shards]
 
-    def taken(self, buffer: FlatBuffer) -> dict[int, torch.Tensor]:
-        """What is about to be pushed, of each parameter, where it lies: in the flat buffer, which is this push's until it is
-        answered, or a copy on the GPU, whose staging the next answer passes through."""
-        staging = self._copier.staging
-        staged = {} if staging is None else {index: staging.views[index].clone() for index in staging.staged}
-        return buffer.views | staged
+    @property
+    def on_device(self) -> bool:
+        """Are gradients needed on the GPU, and not on the host?"""
+        return bool(self._chains) and self._staging is not None
 
-    def sent(self, step: int, push: dict[int, torch.Tensor], hyper: GroupValues) -> None:
-        """This push was sent. If it is not answered yet, the values go on from it."""
-        if step not in self._state.outstanding:
-            return
-        # Its rate, with the pushes of others that are under way beside it. Its staleness is not known yet; it is taken to be
-        # that of the last push that was answered.
-        workers = sum(rank not in self._departed for rank in self._members)
-        rate = self._spec.own_push_rate(workers) * self._spec.corrections.verdict(self._state.staleness).rate
-        factors = [rate if self._changes else -rate * float(group["lr"]) for group in hyper]
-        self._sent[step] = push, factors
-        self._add(push, factors)
-        self._copier.watch.record()
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of residuals on the GPU."""
+        return sum(chain.residual_bytes for chains in self._chains for chain in chains) if self.on_device else 0
 
-    def install(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
-        """New values have come, which have all pushes but those that are not answered."""
-        self._copier.scatter(parts)
-        self._sent = {step: push for step, push in self._sent.items() if step in self._state.outstanding}
-        for _, (push, factors) in sorted(self._sent.items()):
-            self._add(push, factors)
-        self._copier.watch.record()
+    def of(self, buffer: FlatBuffer) -> list[list[Bytes]]:
+        """What is sent of a push, for each shard."""
+        if not self._chains:
+            return buffer.parts
+        inputs = (self._inputs(shard, buffer) for shard in range(len(buffer.parts)))
+        if self._staging is None:
+            return [[data for chain, values in of_shard for data in chain.encode(values)] for of_shard in inputs]
+        encoded = [[part for chain, values in of_shard for part in chain.encode_tensors(values)] for of_shard in inputs]
+        return fetched(encoded, self._staging)
 
-    def _add(self, push: dict[int, torch.Tensor], factors: list[float]) -> None:
-        with torch.no_grad():
-            for index, param in enumerate(self._copier.params):
-                param.add_(push[index].to(param.device), alpha=factors[self._groups[index]])
+    def _inputs(self, shard: int, buffer: FlatBuffer) -> list[tuple[CompressionChain, torch.Tensor]]:
+        inputs = []
+        for chain, data, s in zip(self._chains[shard], buffer.parts[shard], self._layout.shards[shard], strict=True):
+            if self._staging is not None and buffer.in_twin:
+                inputs.append((chain, self._staging.twin[s.dtype][s.start : s.stop]))
+                continue
+            values = as_tensor(data, s.dtype)
+            inputs.append((chain, values if self._staging is None else values.to(self._staging.place)))
+        return inputs
+
+    # The residual of the whole model, in its flat order, so that any number of servers can go on with it.
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What was produced and not sent yet, by dtype; empty without a lossy filter."""
+        if not self._chains:
+            return {}
+        whole = {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in self._layout.sizes.items()}
+        for shard, stretches in enumerate(self._layout.shards):
+            for chain, s in zip(self._chains[shard], stretches, strict=True):
+                residual = chain.residual
+                whole[s.dtype] = whole[s.dtype].to(residual.dtype)
+                whole[s.dtype][s.start : s.stop] = residual
+        return whole
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+        for shard, stretches in enumerate(self._layout.shards if self._chains and state else ()):
+            for chain, s in zip(self._chains[shard], stretches, strict=True):
+                chain.load({"residual": state[s.dtype][s.start : s.stop].to(chain.form.wide)})
+
+
+def fetched(encoded: Sequence[Sequence[torch.Tensor]], staging: HostStaging) -> list[list[Bytes]]:
+    """The bytes of tensors on a GPU, in one block of pinned memory that is theirs."""
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for parts in encoded for part in parts]
+    block: Bytes = torch.empty(sum(sizes), dtype=torch.uint8).numpy() if staging.pins is None else pinned_bytes(sum(sizes))
+    result: list[list[Bytes]] = []
+    start = 0
+    staging.copies.follow()
+    for parts in encoded:
+        result.append([])
+        for part in parts:
+            data = block[start : start + part.nbytes]
+            start += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+            result[-1].append(data)
+            if part.nbytes:
+                staging.copies.copy(torch.from_numpy(data), part.view(torch.uint8))
+    staging.copies.mark().wait()
+    return result
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,21 @@ import torch
 
 from polytempo.client.client import Client
 from polytempo.collectives.device_mean import DeviceMeanBuffer
+from polytempo.collectives.group import RankGroup
+from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device, mean_in_place
 from polytempo.collectives.tasks import Task
+from polytempo.collectives.world import World
 from polytempo.device.device import FENCE_BYTES, Device
 from polytempo.errors import PeerError, RankLost
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import OptimizerSpec, number_of, number_of_part
 from polytempo.reducer.buckets import Bucket, BucketScheduler, plan_buckets
+from polytempo.reducer.copier import Copier
 from polytempo.reducer.exchange import GradientMean
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.voting import VotingGroup
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.server.optimizer_state import as_bytes
 from polytempo.session.session import Session
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
@@ -221,6 +225,80 @@ def memory_sums(
             return on_device
     size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in layout.sizes.items())
     return HostSums(SharedMeanBuffer(peers, members, number, max(size, 1), also), client, layout, params)
+
+
+def traffic_of(engine: ProgressEngine) -> tuple[int, int]:
+    """Bytes to and from other ranks of the job so far."""
+    messages = engine.messages
+    return sum(link.payload_sent for link in messages.links.values()), messages.payload_received
+
+
+class VotingGroup:
+    """The ranks that make rounds, and the last vote.
+
+    Reducers whose rounds follow one another, in one order on all ranks, share one: where a rank has died, a rank that has
+    gone on to the next reducer forms the group again together with ranks that have not.
+
+    Args:
+        world: All ranks of the job.
+        number: The number of the first reducer's optimizer in the job, the same on all ranks.
+        least: With fewer ranks left, the death of a rank is raised.
+        members: The ranks that make rounds, where they are not all: then they go on together or not at all.
+    """
+
+    def __init__(self, world: World, number: int, least: int, members: Sequence[int] = ()) -> None:
+        group = world.group_of_optimizer(members, number) if members else world.new_group(range(world.size))
+        assert group is not None
+        self.world, self.group, self._number, self._least = world, group, number + 1, least
+        self._may_shrink = not members
+        self._votes = 0
+        self.ballots: list[bytes] = []  #: of the last vote
+        self.voted: tuple[int, ...] = ()  #: whose they are: of more ranks than the group has, where one has died since
+
+    def vote(self, ballot: bytes) -> None:
+        """Give this rank's ballot, and get all."""
+        self.ballots = gather_bytes(self.group, ballot, self.world.wait)
+        self.voted = self.group.ranks
+        self._votes += 1
+
+    def form_again(self, error: RankLost) -> bool:
+        """Form the group again without the dead ranks.
+
+        Returns:
+            Whether another rank has seen the vote to its end that this rank has not; its ballots are here then.
+        """
+        if not self._may_shrink or self.world.size - len({*self.world.engine.messages.left, *error.ranks}) < self._least:
+            raise error
+        before, earlier, members = self._votes, self.ballots, self.group.ranks
+        self.group = self.world.reform(self._number)
+        if self.group.size < self._least:
+            raise error
+        counts = [int.from_bytes(data, "little") for data in gather_bytes(self.group, before.to_bytes(8, "little"))]
+        self._votes = max(counts)
+        if min(counts) == max(counts):
+            return False
+        knows = counts.index(max(counts))
+        sizes = torch.tensor([len(earlier), len(earlier[0]) if earlier else 0])
+        self.group.broadcast([sizes], knows).wait()
+        count, each = (int(size) for size in sizes)
+        data = torch.zeros(count * each, dtype=torch.uint8)
+        if before == max(counts):
+            data.copy_(torch.frombuffer(bytearray(b"".join(earlier)), dtype=torch.uint8))
+        self.group.broadcast([data], knows).wait()
+        if before == max(counts):
+            return False
+        whole = data.numpy().tobytes()
+        self.ballots = [whole[start : start + each] for start in range(0, len(whole), each)]
+        self.voted = members
+        return True
+
+
+def gather_bytes(group: RankGroup, data: bytes, wait: Callable[[Task], object] = Task.wait) -> list[bytes]:
+    """All ranks' bytes, which must have the same length on each."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    outputs = [torch.empty_like(mine) for _ in range(group.size)]
+    wait(group.all_gather(outputs, mine))
+    return [as_bytes(output).tobytes() for output in outputs]
 
 
 class BucketSums(Sums):

@@ -29,7 +29,6 @@ from polytempo.reducer.deadline_peers import DeadlinePeers
 from polytempo.reducer.exchange import Exchange
 from polytempo.reducer.flat_buffer import describe
 from polytempo.reducer.neighbours import NeighbourExchange
-from polytempo.reducer.optimizer_spec import RuleAlone
 from polytempo.reducer.peers import PeerExchange, make_peers
 from polytempo.reducer.servers import PushedParts, ServerExchange
 from polytempo.server.optimizer_state import SegmentState
@@ -49,7 +48,7 @@ from polytempo.train.round_exchange import PeerRounds, ServerRounds
 from polytempo.train.script_state import GivenState, WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_clock import CountedSteps, StepClock
-from polytempo.train.update import PushChange, PushGradient, StepAlone, StepOnMean, Wrapped
+from polytempo.train.update import PushChange, PushGradient, RuleAlone, StepAlone, StepOnMean, Wrapped
 from polytempo.train.validation import OptimizerPlan
 
 

@@ -26,7 +26,7 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import known_name
 from polytempo.protocol.values import name_in_group
 from polytempo.records.lines import MAIN
-from polytempo.reducer.optimizer_spec import HyperParameters, SpecBuilder
+from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features, conflict
 from polytempo.sync.mode import Mode
@@ -34,6 +34,7 @@ from polytempo.sync.momentum import MomentumForm, check_kept, check_spike, form_
 from polytempo.sync.spec import Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
+from polytempo.train.update import HyperParameters
 
 #: Options with which torch's step refuses a model's parameters on the CPU, and does not refuse what servers hold.
 ON_SERVERS = ("capturable", "differentiable")
