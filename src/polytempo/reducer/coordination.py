@@ -104,8 +104,6 @@ class Coordination(ABC):
         state: What the sequencer has answered, if there is one.
     """
 
-    needs_join = False  #: must a worker that has run out of data go on taking part until all have?
-
     def __init__(self, state: ClientState) -> None:
         self.state = state
         self.step = 0  #: the next round
@@ -130,11 +128,7 @@ class Coordination(ABC):
 
     @abstractmethod
     def join(self) -> bool:
-        """Take part in one round without data. True once all workers have run out of data."""
-
-    @abstractmethod
-    def groups(self) -> list[RankGroup]:
-        """The groups of ranks in which rounds are made, where ranks make them among themselves."""
+        """A worker that has run out of data takes part in one round without; True once all have run out."""
 
     @abstractmethod
     def moved(self) -> tuple[int, int]:
@@ -196,9 +190,6 @@ class BySequencer(Coordination):
 
     def join(self) -> bool:
         return True  # no worker waits for one that has left
-
-    def groups(self) -> list[RankGroup]:
-        return []
 
     def moved(self) -> tuple[int, int]:
         return self._clock.client.bytes_sent, self._clock.client.bytes_received
@@ -263,8 +254,6 @@ class ByBallot(Coordination):
         voters: The ranks; optimizers whose rounds follow one another share them.
         sums: Whose buckets the ranks reduce.
     """
-
-    needs_join = True
 
     def __init__(
         self, session: Session, spec: OptimizerSpec, state: ClientState, voters: VotingGroup, sums: BucketSums
@@ -342,9 +331,6 @@ class ByBallot(Coordination):
             self._clock.step += 1
             self.step += 1
         return self._finish(Ballot(0.0, ran_out=True), "").over
-
-    def groups(self) -> list[RankGroup]:
-        return [self.voters.group]
 
     def moved(self) -> tuple[int, int]:
         return traffic_of(self.voters.world.engine)

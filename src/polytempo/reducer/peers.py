@@ -13,7 +13,9 @@ import torch
 
 from polytempo.client.client_state import ClientState
 from polytempo.collectives.group import RankGroup
-from polytempo.protocol.layout import lay_out
+from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device
+from polytempo.device.device import FENCE_BYTES
+from polytempo.protocol.layout import ITEM_SIZES, lay_out
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, number_of
 from polytempo.reducer.coordination import (
@@ -27,7 +29,18 @@ from polytempo.reducer.coordination import (
 from polytempo.reducer.device_moves import device_of_all
 from polytempo.reducer.exchange import Exchange, GradientMean, GroupValues, Traffic
 from polytempo.reducer.flat_buffer import FlatBuffer, GradientHooks
-from polytempo.reducer.sums import BucketSums, Sums, VotingGroup, buffer_number, gather_bytes, memory_sums
+from polytempo.reducer.sums import (
+    OF_DEVICES,
+    BucketSums,
+    DeviceSums,
+    HostSums,
+    MemorySums,
+    Sums,
+    VotingGroup,
+    aligned,
+    buffer_number,
+    gather_bytes,
+)
 from polytempo.session.session import Session
 from polytempo.sync.directives import Directive
 
@@ -98,10 +111,6 @@ class PeerExchange(Exchange):
         self.step = self.coordination.step
         return over
 
-    def groups(self) -> list[RankGroup]:
-        """The groups of ranks in which it makes its rounds, where ranks make them among themselves."""
-        return self.coordination.groups()
-
     def traffic(self) -> Traffic:
         return Traffic(*self.coordination.moved(), self.sums.handed(), self.copier.device_bytes)
 
@@ -115,28 +124,7 @@ class PeerExchange(Exchange):
         """Replicas have them already."""
 
 
-def in_shared_memory(
-    session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor], hooked: bool = True
-) -> PeerExchange:
-    """The workers of one host, with a sequencer.
-
-    Args:
-        session: The job.
-        name: Of the optimizer in the job.
-        spec: Of the optimizer.
-        params: What is averaged: gradients of these, or their values.
-        hooked: Are these gradients, which backward makes?
-    """
-    session.local_peers()  # it listens before the sequencer tells other workers of this one
-    clock = SequencerClient(session, spec, ClientState(name))
-    number, device = buffer_number(session, name, spec), device_of_all(session.devices, params) if hooked else None
-    answer = clock.state.answer
-    sums = memory_sums(session, clock.client, number, lay_out(spec.tensors, 1), params, answer.members, device)
-    sums.start_from(answer.shares[0].worker)
-    return PeerExchange(session, spec, BySequencer(session, clock, spec, sums), sums, hooked)
-
-
-def by_all_reduce(
+def make_peers(
     session: Session,
     name: str,
     spec: OptimizerSpec,
@@ -145,12 +133,23 @@ def by_all_reduce(
     beside: Coordination | None = None,
     expected: Callable[[], float] | None = None,
 ) -> PeerExchange:
-    """The ranks of a job without a sequencer, or on several hosts; arguments as of `in_shared_memory`.
+    """Through shared memory on one host under `polytempo run`, else by all-reduce.
 
     Args:
+        session: The job.
+        name: Of the optimizer in the job.
+        spec: Of the optimizer.
+        params: What is averaged: gradients of these, or their values.
+        hooked: Are these gradients, which backward makes?
         beside: Of the same optimizer: its rounds and these follow one another, in one order on all ranks.
-        expected: Says, while backward runs, what this rank's gradients will weigh.
+        expected: Says, while backward runs, what this worker's gradients will weigh.
     """
+    if session.client is not None and session.job.meeting:
+        session.local_peers()  # it listens before the sequencer tells other workers of this one
+        clock = SequencerClient(session, spec, ClientState(name))
+        memory = _memory_sums(session, name, spec, params, clock, hooked)
+        memory.start_from(clock.state.answer.shares[0].worker)
+        return PeerExchange(session, spec, BySequencer(session, clock, spec, memory), memory, hooked)
     device = device_of_all(session.devices, params) if len(session.world().hosts) == 1 else None
     voters = beside.voters if isinstance(beside, ByBallot) else None
     if voters is None:
@@ -164,19 +163,27 @@ def by_all_reduce(
     return PeerExchange(session, spec, coordination, sums, hooked)
 
 
-def make_peers(
+def _memory_sums(
     session: Session,
     name: str,
     spec: OptimizerSpec,
     params: Sequence[torch.Tensor],
-    hooked: bool = True,
-    beside: Coordination | None = None,
-    expected: Callable[[], float] | None = None,
-) -> PeerExchange:
-    """Through shared memory on one host under `polytempo run`, else by all-reduce; arguments as of these."""
-    if session.client is not None and session.job.meeting:
-        return in_shared_memory(session, name, spec, params, hooked)
-    return by_all_reduce(session, name, spec, params, hooked, beside, expected)
+    clock: SequencerClient,
+    hooked: bool,
+) -> MemorySums:
+    """On the workers' devices, if all have one and these reach each other, or in host memory. While others are waited for,
+    the servers are heard."""
+    peers, members, layout = session.local_peers(), clock.state.answer.members, lay_out(spec.tensors, 1)
+    number, also = buffer_number(session, name, spec), clock.client.watched()
+    device = device_of_all(session.devices, params) if hooked else None
+    peers.meet(members)
+    if all_on_device(peers, members, number, device is not None, also) and device is not None:
+        shared = SharedMeanBuffer(peers, members, number + OF_DEVICES, FENCE_BYTES, also)
+        on_device = DeviceSums(shared, clock.client, layout, params, device)
+        if on_device.usable:
+            return on_device
+    size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in layout.sizes.items())
+    return HostSums(SharedMeanBuffer(peers, members, number, max(size, 1), also), clock.client, layout, params)
 
 
 def _check_alike(group: RankGroup, spec: OptimizerSpec) -> None:

@@ -20,10 +20,10 @@ from polytempo.client.client import Client
 from polytempo.collectives.device_mean import DeviceMeanBuffer
 from polytempo.collectives.group import RankGroup
 from polytempo.collectives.progress_engine import ProgressEngine
-from polytempo.collectives.shared_buffer import SharedMeanBuffer, all_on_device, mean_in_place
+from polytempo.collectives.shared_buffer import SharedMeanBuffer, mean_in_place
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
-from polytempo.device.device import FENCE_BYTES, Device
+from polytempo.device.device import Device
 from polytempo.errors import PeerError, RankLost
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.layout import ITEM_SIZES, Layout
@@ -89,13 +89,7 @@ class Sums(ABC):
 
 
 class MemorySums(Sums):
-    """Sums in memory that all workers of the optimizer have.
-
-    Args:
-        shared: What they share of the host's memory.
-        client: Counts the bytes.
-        layout: Where parameters lie in flat buffers.
-    """
+    """Sums in memory that all workers have; `shared` is what they share of the host's, `client` counts the bytes."""
 
     def __init__(self, shared: SharedMeanBuffer, client: Client, layout: Layout) -> None:
         self.shared, self._client, self._layout = shared, client, layout
@@ -130,8 +124,7 @@ class MemorySums(Sums):
         """Wait until what this worker has put here may be read."""
 
     @abstractmethod
-    def _take_from(self, root: int) -> None:
-        """Load the values that a worker has put here."""
+    def _take_from(self, root: int) -> None: ...
 
     @abstractmethod
     def _make(self, members: Sequence[int], weights: Sequence[float]) -> None: ...
@@ -193,38 +186,6 @@ class DeviceSums(MemorySums):
 
     def _make(self, members: Sequence[int], weights: Sequence[float]) -> None:
         self._buffer.mean(members, weights, self.mean.buffer.tensors)
-
-
-def memory_sums(
-    session: Session,
-    client: Client,
-    number: int,
-    layout: Layout,
-    params: Sequence[torch.Tensor],
-    members: Sequence[int],
-    device: Device | None,
-) -> MemorySums:
-    """Sums of these workers of one host: on their devices, if all have one and these reach each other, or in host memory.
-
-    Args:
-        session: The job.
-        client: To the servers, which are heard while others are waited for.
-        number: Of the shared buffer, the same on all.
-        layout: Where parameters lie in flat buffers.
-        params: What is averaged.
-        members: The workers.
-        device: That of this worker, if its parameters may be averaged there.
-    """
-    peers, also = session.local_peers(), client.watched()
-    peers.meet(members)
-    if all_on_device(peers, members, number, device is not None, also):
-        assert device is not None
-        shared = SharedMeanBuffer(peers, members, number + OF_DEVICES, FENCE_BYTES, also)
-        on_device = DeviceSums(shared, client, layout, params, device)
-        if on_device.usable:
-            return on_device
-    size = sum(aligned(length * ITEM_SIZES[dtype]) for dtype, length in layout.sizes.items())
-    return HostSums(SharedMeanBuffer(peers, members, number, max(size, 1), also), client, layout, params)
 
 
 def traffic_of(engine: ProgressEngine) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
 from polytempo.protocol.push import Measures
 from polytempo.protocol.values import OptimizerSpec, TensorInfo, beside, number_of, part_of
 from polytempo.records.lines import MAIN
+from polytempo.reducer.coordination import ByBallot
 from polytempo.reducer.deadline_peers import DeadlinePeers
 from polytempo.reducer.exchange import Exchange
 from polytempo.reducer.flat_buffer import describe
@@ -138,14 +139,15 @@ class JobPart:
         #: The same, where servers hold the values.
         self.servers = self.reducer if isinstance(self.reducer, ServerExchange) else None
 
-    @property
-    def joins(self) -> bool:
-        """Must a worker that has run out of data go on taking part until all have?"""
-        return isinstance(self.reducer, PeerExchange) and self.reducer.coordination.needs_join
+        coordination = self.reducer.coordination if isinstance(self.reducer, PeerExchange) else None
+        #: Likewise, where ranks vote: one that has run out of data goes on taking part until all have.
+        self.ballot = coordination if isinstance(coordination, ByBallot) else None
 
     def groups(self) -> list[RankGroup]:
-        """The groups of ranks in which the first reducer makes its rounds, where ranks make them among themselves."""
-        return self.reducer.groups() if isinstance(self.reducer, PeerExchange | DeadlinePeers) else []
+        """The groups of ranks in which it makes its rounds, where ranks make them among themselves."""
+        if self.ballot is not None:
+            return [self.ballot.voters.group]
+        return self.reducer.groups() if isinstance(self.reducer, DeadlinePeers) else []
 
     def _make_fragments(self, model: torch.nn.Module | None) -> list[Fragment]:
         """`model`: whose buffers are averaged, too."""

@@ -38,7 +38,7 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.push import Measures
-from polytempo.reducer.coordination import period_of
+from polytempo.reducer.coordination import ByBallot, period_of
 from polytempo.reducer.exchange import Exchange, GroupValues
 from polytempo.reducer.peers import PeerExchange
 from polytempo.reducer.servers import ServerExchange
@@ -260,7 +260,7 @@ class LocalStepUpdate(MachineUpdate):
 
     def join(self) -> None:
         peers = [one.reducer for one in self.fragments if isinstance(one.reducer, PeerExchange)]
-        if not peers or not peers[0].coordination.needs_join:
+        if not peers or not isinstance(peers[0].coordination, ByBallot):
             return
         self.flush()
         with torch.no_grad():

@@ -144,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             session.owners[id(param)] = mine
         for reducer in self._part.reducers:
             session.watches.add(reducer.copier.watch)
-        if self._part.joins:
+        if self._part.ballot is not None:
             session.before_leaving(self.join)
 
     def _make_steps(self, plan: OptimizerPlan, nonfinite: str) -> None:
