@@ -274,12 +274,7 @@ class ByBallot(Coordination):
     def begin(self, report: StepReport, measures: Measures, makes_mean: bool) -> None:
         began = time.perf_counter()
         self._count, touched, report.touched = measures.count, bool(report.touched), ""
-        if self._clock is not None:
-            # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its
-            # mean and, should another have died in it, waits for this rank to form the group again.
-            self._clock.wait_for(self.step)
-            self._clock.push(report, measures, self.moved())
-            self._clock.step += 1
+        self._report(report, measures)
         early = self._blocks and measures.count != period_of(self.directive)  # it stands at another step of a schedule
         self._hyper = "" if early else _lines(report.hyper)
         self._ballot = Ballot(
@@ -326,14 +321,21 @@ class ByBallot(Coordination):
     def join(self) -> bool:
         # The sequencer waits for this rank, too, unless the rank leaves the job: it has said so by then, and has no client.
         if self._clock is not None and self._session.client is not None:
-            self._clock.wait_for(self.step)
-            self._clock.push(StepReport(), no_steps(), self.moved())
-            self._clock.step += 1
+            self._report(StepReport(), no_steps())
             self.step += 1
         return self._finish(Ballot(0.0, ran_out=True), "").over
 
     def moved(self) -> tuple[int, int]:
         return traffic_of(self.voters.world.engine)
+
+    def _report(self, report: StepReport, measures: Measures) -> None:
+        if self._clock is None:
+            return
+        # It waits for the answer to the step before. An answer to this step may need a rank that has yet to make its mean
+        # and, should another have died in it, waits for this rank to form the group again.
+        self._clock.wait_for(self.step)
+        self._clock.push(report, measures, self.moved())
+        self._clock.step += 1
 
     # The end of a round.
 

@@ -135,12 +135,6 @@ class PeerMessages:
         engine = self.world.engine
         return engine.start(CallQueue(-1, self.group.ranks), name, steps, False, self.group.timeout).wait()
 
-    # Figures.
-
-    def traffic(self) -> tuple[int, int]:
-        """Bytes to and from other ranks of the job."""
-        return traffic_of(self.world.engine)
-
     def handed(self, context: int) -> int:
         """Bytes handed to other ranks in the group of a context."""
         handed = self.world.engine.messages.handed
@@ -424,7 +418,7 @@ class DeadlinePeers(Exchange):
 
     def _bytes_moved(self) -> tuple[int, int]:
         """To and from other workers, and to and from the sequencer."""
-        (sent, received), client = self.messages.traffic(), self._clock.client
+        (sent, received), client = traffic_of(self.messages.world.engine), self._clock.client
         return sent + client.bytes_sent, received + client.bytes_received
 
     def traffic(self) -> Traffic:

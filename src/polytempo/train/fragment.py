@@ -30,7 +30,6 @@ from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo, part_of
 from polytempo.reducer.exchange import Exchange, GroupValues
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
-from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.reducer.peers import PeerExchange, make_peers
 from polytempo.reducer.servers import ServerExchange
@@ -38,6 +37,7 @@ from polytempo.server.optimizer_state import as_tensor
 from polytempo.session.session import Session
 from polytempo.sync.blocks import Averaging
 from polytempo.train.model_tables import dense_segments, dense_state
+from polytempo.train.update import FiniteWatch
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
 

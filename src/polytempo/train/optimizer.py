@@ -39,7 +39,6 @@ from polytempo.protocol.push import Measures
 from polytempo.protocol.training_troubles import Circumstances
 from polytempo.protocol.values import number_of
 from polytempo.reducer.exchange import Exchange
-from polytempo.reducer.gradient_checks import FiniteWatch, OwnReport
 from polytempo.session.session import current
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.mode import Mode
@@ -49,7 +48,7 @@ from polytempo.train.communication import Group
 from polytempo.train.driver import StepRequest
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.observers import StepObservers
-from polytempo.train.update import Wrapped, is_observed, unscale
+from polytempo.train.update import FiniteWatch, OwnReport, Wrapped, is_observed, unscale, weight_of
 from polytempo.train.validation import (
     OptimizerArguments,
     OptimizerPlan,
@@ -57,7 +56,6 @@ from polytempo.train.validation import (
     check_order,
     in_scope,
     names_of,
-    weight_of,
 )
 
 

@@ -11,12 +11,9 @@ answers say when to stop, and the replica's ranks tell each other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -269,24 +266,6 @@ def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | 
             raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"expected clip_norm above 0, got {clip_norm}")
-
-
-def weight_of(samples: Any, zero: bool = True) -> float:
-    """The weight of a step as a float, from a number of any kind: Python's, NumPy's, or a tensor of one element.
-
-    Args:
-        samples: What the script gave.
-        zero: May it be 0?
-    """
-    is_flag = isinstance(samples, bool) or str(getattr(samples, "dtype", "")).endswith("bool")
-    number = math.nan
-    if not is_flag and not isinstance(samples, str | bytes):
-        with suppress(TypeError, ValueError, RuntimeError):  # not a number, or several
-            number = float(samples)
-    if not 0 <= number < math.inf or (number == 0 and not zero):
-        wanted = "a number, 0 or more" if zero else "a number above 0"
-        raise UsageError(f"expected samples to be {wanted}, got {samples!r}; give how many samples it is of, or nothing")
-    return number
 
 
 def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:
