@@ -35,7 +35,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Sent:
         return HostStaging(params, layout, torch.device("cpu"), LateCopies())
 
     monkeypatch.setattr(copier, "staging_for", staging_for)
-    monkeypatch.setattr(servers, "GradientHooks", lambda params, buffer: GradientHooks([], buffer))
+    monkeypatch.setattr(servers, "GradientHooks", lambda params, buffer, early: GradientHooks([], buffer, early))
     sent, send, commit = Sent(), pushes.PartialPushes._send, pushes.PartialPushes.commit
 
     def counted_send(self: Any, number: int) -> None:

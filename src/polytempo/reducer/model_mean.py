@@ -162,18 +162,17 @@ class NeighbourLinks:
 
 
 class RequestService:
-    """The requests of one optimizer.
+    """The requests of one optimizer. `tick` is called after each request; and soon again, if it says so.
 
     A kind of request has a tag and memory for one message. Its handler is called with the rank that sent it; the next
     message of the kind is received after that. The thread ends with `stop`, or when the links are closed or all other
     workers are gone.
     """
 
-    def __init__(self, links: NeighbourLinks) -> None:
-        self._links = links
+    def __init__(self, links: NeighbourLinks, tick: Callable[[], bool]) -> None:
+        self._links, self._tick = links, tick
         self._kinds: dict[int, tuple[torch.Tensor, Callable[[int], None]]] = {}
         self._came: SimpleQueue[tuple[int, Task] | None] = SimpleQueue()
-        self.tick: Callable[[], bool] = lambda: False  #: called after each request; and soon again, if it says so
         self._thread = threading.Thread(target=self._serve, name="polytempo-requests", daemon=True)
 
     def on(self, tag: int, data: torch.Tensor, handle: Callable[[int], None]) -> None:
@@ -209,7 +208,7 @@ class RequestService:
                         left.discard(came[0])
                 except Empty:
                     pass
-                again = self.tick()
+                again = self._tick()
 
     def _handle(self, tag: int, source: int) -> None:
         try:
@@ -324,7 +323,7 @@ class ModelMean:
     def __init__(self, links: NeighbourLinks, layout: Layout, fill: FillMessage) -> None:
         self._links, self._layout, self._fill = links, layout, fill
         self.lock = threading.Lock()
-        self.service = RequestService(links)
+        self.service = RequestService(links, self._tick)
         self.finished: int | None = None  #: steps this worker has finished, where others wait for them
         self.left = False  #: it has handed its values over
         self._looking = False  # at the mean
@@ -334,7 +333,6 @@ class ModelMean:
         self._givers: set[int] = set()
         self._came = threading.Condition(self.lock)
         self._later: list[Waiting] = []
-        self.service.tick = self._tick
         self.service.on(READ, self._asked, self._read)
         self.service.on(HAND_OVER, self._gift.data, self._accept)
 

@@ -187,11 +187,8 @@ class ServerExchange(Exchange):
         sync, mode, hooked, momentum = spec.parsed, spec.parsed.capabilities, parts.hooked, parts.momentum
         device = device_of(session.devices, self.client, sync, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
-        state, layout = (
-            ClientState(name, ahead=mode.ahead),
-            lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)),
-        )
-        super().__init__(session, spec, state, layout)
+        layout = lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer))
+        super().__init__(session, spec, ClientState(name, ahead=mode.ahead), layout)
         self._ahead = self.client_state.ahead  # pushes of this worker that may be under way while it computes the next
         self._fetches = mode.fetches  # values are this worker's own between two fetches
         self._common = mode.common
@@ -221,11 +218,12 @@ class ServerExchange(Exchange):
             self.client.exchanges.lend(self.copier.next_buffer().parts)
         self._before_read: Callable[[], None] = lambda: None  # pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, parts.tables)
+        self._travels = self.client.pool.registry is None  # bytes must, and do not lie where the servers read them
         staging = self.copier.staging
         self.filters = PushFilters(
             parse_chain(spec.push_filter), self.layout, None if staging is None or staging.others else staging
         )
-        if staging is not None and staging.pins is not None and self.client.pool.registry is None:
+        if staging is not None and staging.pins is not None and self._travels:
             self.client.pool.make = pinned_bytes  # answers are received into memory that the GPU reads
         self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(self._ahead))
         self._loads = -1  # numbers of pushes beside the steps
@@ -240,11 +238,11 @@ class ServerExchange(Exchange):
         if device is not None:
             self._share(device, params)
         self.hooks = None
-        fills = momentum is None or (self.client.pool.registry is None and not self.copier.on_gpu)
+        fills = momentum is None or (self._travels and not self.copier.on_gpu)
         if hooked and not self._ahead and self._exchange is None and fills:
             # Gradients live in what is pushed itself, or in memory of their own, where something else is made of them.
             lives = self.copier.next_buffer() if momentum is None else FlatBuffer(self.layout, self.client.pool)
-            self.hooks = GradientHooks(params, lives)
+            self.hooks = GradientHooks(params, lives, self.complete if self._travels and staging is None else None)
         self._partial = self._partial_pushes()
 
     def _new_copier(
@@ -310,11 +308,10 @@ class ServerExchange(Exchange):
 
     def _partial_pushes(self) -> PartialPushes | None:
         """Where bytes must travel, buckets are sent while backward runs."""
-        if self.hooks is None or self.client.pool.registry is not None:
+        if self.hooks is None or not self._travels:
             return None
         buffer, staging = self.copier.next_buffer(), self.copier.staging
         if staging is None:
-            self.hooks.on_complete = self.complete
             return PartialPushes(self.client, self.layout, buffer, self.hooks.indices, self._identity)
         if staging.others or self.filters.on_device or self._momentum is not None:
             return None
