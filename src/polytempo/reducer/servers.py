@@ -2,7 +2,7 @@
 
 The servers hold the values and, with apply="server", the optimizer's state. A push goes through the push compression, and
 may have been sent in part while backward ran (`pushes.py`); its answer has the new values, maybe as compressed
-differences. `agree` needs a clock of its own, beside that of the steps: a second reducer that only averages gradients.
+differences. `agree` needs a clock of its own, beside that of the steps: a second exchange that only averages gradients.
 
 Push compression: what is sent of a push goes through a chain with its residual for each segment of each shard. Chains lie
 where gradients are when they are pushed: for parameters on a GPU there, in the twin of the flat buffer (`device_moves.py`).
@@ -443,7 +443,7 @@ class ServerExchange(Exchange):
         if self._agreement is None:
             assert self._mean_of is not None
             spec, params = self._mean_of
-            hooked = self.spec.apply == "delta"  # else the gradients live in this reducer's buffer
+            hooked = self.spec.apply == "delta"  # else the gradients live in this exchange's buffer
             self._agreement = ServerExchange(
                 self.session, f"{self.name}/mean", spec, params, PushedParts(hooked), beside=self
             )

@@ -55,13 +55,13 @@ from polytempo.train.validation import OptimizerPlan
 
 class BufferMean:
     """The mean of all workers' floating point module buffers (running means of batch norm, and the like), of one model.
-    Their reducer is made once, and used as long as names, shapes and dtypes stay."""
+    Their exchange is made once, and used as long as names, shapes and dtypes stay."""
 
     def __init__(self, session: Session, model: torch.nn.Module, name: str = "", members: tuple[int, ...] = ()) -> None:
         """`name` and `members`: of the optimizer, where its steps are taken by a group."""
         self._session, self._model, self._name, self._members = session, model, name, members
         self._group: RankGroup | None = None  # without a sequencer
-        self._parts = 0  # reducers made so far, in a group
+        self._parts = 0  # exchanges made so far, in a group
         self._reducer: ServerExchange | None = None
         self._infos: tuple[TensorInfo, ...] = ()
         self._copies: list[torch.Tensor] = []  # `model.to(...)` replaces buffers, but not these

@@ -1,4 +1,4 @@
-"""The live driver: it performs the orders of a worker's machine (`sync/machine.py`) on tensors and on a reducer.
+"""The live driver: it performs the orders of a worker's machine (`sync/machine.py`) on tensors and on an exchange.
 
     step()    the script has computed a gradient: the machine is told, and its orders are performed, one after another.
               Where it orders no further step, the driver waits for the release and tells it of that, until it does
@@ -108,7 +108,7 @@ class MachineUpdate(StepUpdate):
 
     Args:
         machine: The worker's half of the mode.
-        reducer: How this worker takes part in the job.
+        reducer: How what it sends gets to the others.
     """
 
     def __init__(self, machine: WorkerMachine, reducer: Exchange) -> None:

@@ -6,7 +6,7 @@ Two threads of a worker meet here. The script's thread adds up gradients of micr
     exchange    communication thread: this worker's part of a round goes out, and the answer is waited for
     install     script's thread, inside `step()`: what rounds brought goes into the parameters, never under a backward
 
-Sums are made in flat buffers of the reducer's layout. A buffer that was handed over is left alone until `exchange` returns;
+Sums are made in flat buffers of the exchange's layout. A buffer that was handed over is left alone until `exchange` returns;
 so there are two, used in turn.
 
 **Over servers** (`ServerRounds`) these divide a round's sum by its divisor and run the optimizer (`server/shard.py`). An
@@ -68,7 +68,7 @@ class RoundExchange(ABC):
     """The rounds of one optimizer.
 
     Args:
-        reducer: The optimizer's reducer, with which this worker takes part in the job.
+        reducer: The optimizer's exchange, with which this worker takes part in the job.
     """
 
     def __init__(self, reducer: Exchange) -> None:
