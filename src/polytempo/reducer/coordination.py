@@ -98,11 +98,7 @@ class SequencerClient:
 
 
 class Coordination(ABC):
-    """Who is in the rounds of one optimizer, on one worker.
-
-    Args:
-        state: What the sequencer has answered, if there is one.
-    """
+    """Who is in the rounds of one optimizer, on one worker; `state` is what the sequencer has answered, if there is one."""
 
     def __init__(self, state: ClientState) -> None:
         self.state = state
@@ -136,14 +132,7 @@ class Coordination(ABC):
 
 
 class BySequencer(Coordination):
-    """The sequencer names the workers of a round; one that ends is left out.
-
-    Args:
-        session: The job.
-        clock: Of the rounds.
-        spec: Of the optimizer; a clock of the means beside the rounds has the same.
-        sums: Where all workers put what they have.
-    """
+    """The sequencer names the workers of a round; one that ends is left out."""
 
     def __init__(self, session: Session, clock: SequencerClient, spec: OptimizerSpec, sums: MemorySums) -> None:
         super().__init__(clock.state)
@@ -245,15 +234,7 @@ def raise_difference(group: RankGroup, text: str) -> None:
 
 
 class ByBallot(Coordination):
-    """All ranks vote at the end of a round.
-
-    Args:
-        session: The job.
-        spec: Of the optimizer.
-        state: What the sequencer answers, if there is one.
-        voters: The ranks; optimizers whose rounds follow one another share them.
-        sums: Whose buckets the ranks reduce.
-    """
+    """All ranks vote at the end of a round. Optimizers whose rounds follow one another share the `voters`."""
 
     def __init__(
         self, session: Session, spec: OptimizerSpec, state: ClientState, voters: VotingGroup, sums: BucketSums

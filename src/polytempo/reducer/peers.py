@@ -46,15 +46,7 @@ from polytempo.sync.directives import Directive
 
 
 class PeerExchange(Exchange):
-    """One optimizer of a worker that averages with others.
-
-    Args:
-        session: The job.
-        spec: Of the optimizer.
-        coordination: Says who is in a round.
-        sums: Where the mean is made.
-        hooked: Copy gradients into the flat buffer by hooks, while backward runs.
-    """
+    """One optimizer of a worker that averages with others; `hooked`: gradients, which hooks bring while backward runs."""
 
     mean: GradientMean
 
@@ -66,15 +58,12 @@ class PeerExchange(Exchange):
         self.copier, self.mean, self.step = sums.copier, sums.mean, coordination.step
         self._averages = True  # the round under way makes the mean; else `agree` has made it
         if hooked and not self.copier.on_device:
-            early = self._leaving(sums) if isinstance(sums, BucketSums) else None
-            self.hooks = GradientHooks(self.copier.params, self.copier.next_buffer(), early)
+            leaves = self._complete if isinstance(sums, BucketSums) else None
+            self.hooks = GradientHooks(self.copier.params, self.copier.next_buffer(), leaves)
 
-    def _leaving(self, sums: BucketSums) -> Callable[[int], None]:
-        def complete(index: int) -> None:
-            if self.sending:
-                sums.complete(index)
-
-        return complete
+    def _complete(self, index: int) -> None:
+        if self.sending and isinstance(self.sums, BucketSums):
+            self.sums.complete(index)
 
     def buffer_of(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[FlatBuffer, tuple[int, ...]]:
         self.sums.wait_until_read()

@@ -286,23 +286,14 @@ class PushEachStep(MachineUpdate):
         """What the step has made goes out, and its answer comes in."""
 
 
-class PushToServers(PushEachStep):
-    """What the servers make of a push comes with its answer, which may be taken as late as here."""
-
-    def __init__(self, wrapped: Wrapped, servers: ServerExchange, machine: WorkerMachine, barrier: bool) -> None:
-        self._servers = servers
-        super().__init__(wrapped, servers, machine, barrier)
-
-    def step(self, request: StepRequest) -> Any:
-        self._servers.take_answer()
-        return super().step(request)
-
-
-class PushGradient(PushToServers):
+class PushGradient(PushEachStep):
     """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
+
+    _reducer: ServerExchange
 
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
+        reducer.take_answer()  # that of the push before, where it was deferred: checks of this one count with it
         buffer: FlatBuffer | None = None
         measures, absent = request.measures, tuple[int, ...]()
         if not request.skip and (self._barrier or measures.samples):  # in a round others wait for a push of weight zero
@@ -313,9 +304,11 @@ class PushGradient(PushToServers):
         reducer.push(buffer, wrapped.hyper(), measures, absent)
 
 
-class PushChange(PushToServers):
+class PushChange(PushEachStep):
     """The wrapped optimizer runs here, and the servers add the changes; `barrier`: they take the new values, which are the
     same on all workers, since all run on the agreed mean. `momentum` makes of a change what is pushed."""
+
+    _reducer: ServerExchange
 
     def __init__(
         self,
@@ -330,6 +323,7 @@ class PushChange(PushToServers):
 
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer, measures = self._wrapped, self._reducer, request.measures
+        reducer.take_answer()
         skip = request.skip or (self._momentum is not None and not measures.samples)
         if self._barrier and not request.agreed:
             skip = reducer.agree(wrapped.hyper(), measures.samples, skip)
