@@ -146,6 +146,69 @@ def fetched(encoded: Sequence[Sequence[torch.Tensor]], staging: HostStaging) -> 
     return result
 
 
+class HeldByServers:
+    """What servers hold of one optimizer: read, or replaced, beside the steps of this worker."""
+
+    def __init__(self, session: Session, client: Client, state: ClientState, rows: RowTraffic) -> None:
+        self._session, self._client, self._state, self._rows = session, client, state, rows
+        self._pushes = -1  # numbers of pushes beside the steps
+
+    def newest(self) -> dict[int, list[Bytes]] | None:
+        """The values of now, one list of buffers for each shard; pushes that are not answered stay so.
+
+        Returns:
+            None where newer values have come meanwhile, with an answer.
+        """
+        with self._session.lock:
+            answers = self._client.read(self._state.name, "params")
+        version, state = answers[0][0].version, self._state
+        if version < state.version:
+            return None
+        state.version = version
+        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
+
+    def values(self) -> dict[int, list[Bytes]]:
+        """The values when all pushes are answered."""
+        answers = self._read("params")
+        self._state.version = answers[0][0].version
+        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
+
+    def _read(self, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
+        """From all shards, at one place of the log."""
+        with self._session.lock:
+            self._client.settle(self._state.name)
+            return self._client.read(self._state.name, what)
+
+    def segments(self, what: str = "state") -> list[SegmentState]:
+        """State of the optimizer on the servers; "saved state": of the script's optimizer, that servers kept in the job of
+        the checkpoint, and workers go on with; "filters": what push compression had held back in that job."""
+        return [segment for answer, buffers in self._read(what) for segment in unpack(answer.state, buffers)]
+
+    def load_state(self, state: Sequence[SegmentState]) -> None:
+        """Replace the optimizer's state on the servers."""
+        packed, buffers = pack(state)
+        body = NewState(state=packed, digest=digest_of_bytes(buffers, packed))
+        self.push_beside(body, [buffers] * self._client.shards)
+
+    def push_beside(self, body: NewState | NewValues, parts: list[list[Bytes]]) -> None:
+        """A push beside the steps, and its answer."""
+        self._pushes -= 1
+        push = Push(id=PushId(self._state.name, self._client.rank, self._client.incarnation, self._pushes), body=body)
+        with self._session.lock:
+            self._client.settle(self._state.name)
+            self._client.push(Outstanding(push, parts))
+            self._client.settle(self._state.name)
+
+    def row_source(self, table: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that reads rows of a table."""
+
+        def pull(ids: torch.Tensor) -> torch.Tensor:
+            with self._session.lock, self._client.together():
+                return self._rows.pulled(table, *self._rows.ask(table, ids))
+
+        return pull
+
+
 @dataclass(frozen=True)
 class PushedParts:
     """What belongs to the pushes of an optimizer beside its parameters."""
@@ -205,7 +268,7 @@ class ServerExchange(Exchange):
         self._compares = not averages and not mode.averages  # what is written inside a block is this worker's own progress
         self._exchange: DeviceExchange | None = None  # where values stay on a device
         self.copier = self._new_copier(params, device, beside)
-        self._taker = self._new_taker()
+        self._taker = ValueTaker(self.copier.scatter_gradients if averages else self.copier.scatter, self.copier.land)
         self._own: OwnPushes | None = None
         if self._ahead and sync.worker_momentum:
             members, departed = spec.members or range(session.size), self.client.departed
@@ -226,7 +289,7 @@ class ServerExchange(Exchange):
         if staging is not None and staging.pins is not None and self._travels:
             self.client.pool.make = pinned_bytes  # answers are received into memory that the GPU reads
         self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(self._ahead))
-        self._loads = -1  # numbers of pushes beside the steps
+        self.held = HeldByServers(session, self.client, self.client_state, self.rows)
         self._sent: FlatBuffer | None = None  # values that replace the servers', once there were some
         self._mean_of = parts.mean
         self._agreement: ServerExchange | None = None  # averages for `agree`, once that was called
@@ -234,7 +297,13 @@ class ServerExchange(Exchange):
         one_place = mode.common or (session.size == 1 and not self._ahead and not mode.fetches)
         self._carries = one_place and not spec.pull_filter
         self._initial_state = parts.state
-        self._register()
+        self.client_state.take_rows = self.rows.take
+        self.client_state.take = self._take_difference if spec.pull_filter else self._taker
+        with session.lock:
+            self.client.register(name, spec, self._seed, self.client_state)
+        self.step = self.client_state.released - self._ahead
+        if self.step and spec.push_filter:  # the job may continue from a checkpoint
+            self.filters.load({segment.dtype: segment.state["residual"] for segment in self.held.segments("filters")})
         if device is not None:
             self._share(device, params)
         self.hooks = None
@@ -265,11 +334,9 @@ class ServerExchange(Exchange):
             self.session.told.add(refusal)
             sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
         self.copier = self._new_copier(params, None)
-        self._taker = self.client_state.take = self._new_taker()
-
-    def _new_taker(self) -> ValueTaker:
-        copier = self.copier
-        return ValueTaker(copier.scatter_gradients if self.spec.apply == "mean" else copier.scatter, copier.land)
+        self.deliver_to(
+            self.copier.scatter_gradients if self.spec.apply == "mean" else self.copier.scatter, self.copier.land
+        )
 
     def deliver_to(
         self, install: Callable[[dict[int, list[Bytes]], Sequence[int]], None], land: Callable[[], None] | None = None
@@ -286,16 +353,6 @@ class ServerExchange(Exchange):
         """From now on answers bring no values: these are read apart. `flush` pushes what they must contain by then."""
         self._pulls, self._before_read = False, flush
         self.deliver_to(lambda parts, absent: None)
-
-    def _register(self) -> None:
-        answered = self.client_state
-        answered.take_rows = self.rows.take
-        answered.take = self._take_difference if self.spec.pull_filter else self._taker
-        with self.session.lock:
-            self.client.register(self.name, self.spec, self._seed, answered)
-        self.step = answered.released - self._ahead
-        if self.step and self.spec.push_filter:  # the job may continue from a checkpoint
-            self.filters.load({segment.dtype: segment.state["residual"] for segment in self._read_segments("filters")})
 
     def _seed(self) -> tuple[FirstValues, list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
@@ -479,7 +536,9 @@ class ServerExchange(Exchange):
         watch = self.copier.watch
         if not (declared or watch.touched):
             return
-        why = self._why_not_sent()
+        why = "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
+        if self._fetches:
+            why = "values are this worker's own between fetches"
         if declared and why:
             raise UsageError(
                 f"push_parameters() is not possible in this job: {why}; change values before DistributedOptimizer()"
@@ -490,7 +549,7 @@ class ServerExchange(Exchange):
         same = False  # are the values the servers' after all?
         if not (self._ahead or self._fetches):  # answers to pushes under way may have hidden a change
             with self.session.lock:
-                same = self.copier.holds(self._read_parts())
+                same = self.copier.holds(self.held.values())
         if not same:
             alone = "a change by one worker is not the job's"
             how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
@@ -500,17 +559,12 @@ class ServerExchange(Exchange):
             )
         watch.touched = ""
 
-    def _why_not_sent(self) -> str:
-        if self._fetches:
-            return "values are this worker's own between fetches"
-        return "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
-
     def _send_values(self) -> None:
         if self._sent is None:
             self._sent = FlatBuffer(self.layout, self.client.pool, pinned=False)
         self.copier.gather(self._sent, lambda param: param.detach())
         digest = digest_of_bytes(data for part in self._sent.parts for data in part)
-        self._push_beside(NewValues(touched=self.copier.watch.touched, digest=digest), self._sent.parts)
+        self.held.push_beside(NewValues(touched=self.copier.watch.touched, digest=digest), self._sent.parts)
         self.copier.watch.touched = ""
         self.copier.watch.record()
         self.take_answer()
@@ -529,67 +583,8 @@ class ServerExchange(Exchange):
         with self.session.lock:
             self.client.settle(self.name)
             if not self._carries:
-                self.copier.scatter(self._read_parts())
+                self.copier.scatter(self.held.values())
             # Else they are here: the job's cannot move without this worker. What the servers have may be what another
             # worker's script made of them for the next step, before this one's script does the same.
             self.rows.read_mirrored()
         self.copier.watch.touched = ""
-
-    def newest(self) -> dict[int, list[Bytes]] | None:
-        """The servers' values of now, one list of buffers for each shard; pushes that are not answered stay so.
-
-        Returns:
-            None where newer values have come meanwhile, with an answer.
-        """
-        with self.session.lock:
-            answers = self.client.read(self.name, "params")
-        version, state = answers[0][0].version, self.client_state
-        if version < state.version:
-            return None
-        state.version = version
-        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
-
-    def _read_parts(self) -> dict[int, list[Bytes]]:
-        answers = self._read("params")
-        self.client_state.version = answers[0][0].version
-        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
-
-    def _read(self, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
-        """From all shards, at one place of the log."""
-        with self.session.lock:
-            self.client.settle(self.name)
-            return self.client.read(self.name, what)
-
-    def _read_segments(self, what: str) -> list[SegmentState]:
-        return [segment for answer, buffers in self._read(what) for segment in unpack(answer.state, buffers)]
-
-    def read_state(self) -> list[SegmentState]:
-        """The optimizer's state on the servers, where `holds_state`."""
-        return self._read_segments("state")
-
-    def saved_state(self) -> list[SegmentState]:
-        """State of the script's optimizer that servers kept in the job of the checkpoint, and workers go on with."""
-        return self._read_segments("saved state")
-
-    def load_state(self, state: Sequence[SegmentState]) -> None:
-        """Replace the optimizer's state on the servers, where `holds_state`."""
-        packed, buffers = pack(state)
-        self._push_beside(NewState(state=packed, digest=digest_of_bytes(buffers, packed)), [buffers] * self.client.shards)
-
-    def _push_beside(self, body: NewState | NewValues, parts: list[list[Bytes]]) -> None:
-        """A push beside the steps, and its answer."""
-        self._loads -= 1
-        push = Push(id=PushId(self.name, self.client.rank, self.client.incarnation, self._loads), body=body)
-        with self.session.lock:
-            self.client.settle(self.name)
-            self.client.push(Outstanding(push, parts))
-            self.client.settle(self.name)
-
-    def row_source(self, table: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that reads rows of a table from the servers."""
-
-        def pull(ids: torch.Tensor) -> torch.Tensor:
-            with self.session.lock, self.client.together():
-                return self.rows.pulled(table, *self.rows.ask(table, ids))
-
-        return pull

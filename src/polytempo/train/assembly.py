@@ -214,13 +214,14 @@ class JobPart:
         optimizer, params = self._arguments.optimizer, self._arguments.params
         if self.plan.here or self.plan.momentum is MomentumForm.GRADIENT:
             state, registered = WorkerOptimizerState(optimizer), registered_in(self._session)
-            if job.resumed and (saved := servers.saved_state()):  # servers ran it, in the mode of the checkpoint
+            saved = servers.held.segments("saved state") if job.resumed else []
+            if saved:  # servers ran it, in the mode of the checkpoint
                 state.load_state_dict(self._tables.torch_state(saved, servers.spec.tensors, params))
             registered.add(state, per_rank=True, name=name, averaged=True)
         elif job.resumed and servers.spec.optimizer == type(optimizer).__name__:
             found = registered_in(self._session).mean(name)  # workers ran it
             if found is not None:
-                servers.load_state(self._tables.segments_of(found, servers.spec.tensors, params))
+                servers.held.load_state(self._tables.segments_of(found, servers.spec.tensors, params))
 
 
 def make_update(part: JobPart, wrapped: Wrapped) -> StepUpdate:

@@ -331,7 +331,7 @@ class Fragment:
             return []
         numbers = range(len(self._tensors))
         assert isinstance(self.reducer, ServerExchange)  # there differences travel
-        found = dense_state(self.reducer.read_state(), self.reducer.spec.tensors, numbers)
+        found = dense_state(self.reducer.held.segments(), self.reducer.spec.tensors, numbers)
         return [found.get(index, {}).get("momentum_buffer") for index in numbers]
 
     def load_momentum(self, momentum: Sequence[torch.Tensor | None]) -> None:
@@ -340,7 +340,7 @@ class Fragment:
             self._outer.load(self._views, momentum)
         elif isinstance(self.reducer, ServerExchange) and self._differences and not self._alone:
             state = {index: {"momentum_buffer": own} for index, own in enumerate(momentum) if own is not None}
-            self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
+            self.reducer.held.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
 
 
 def outer_hyper(rules: Sequence[OuterRule], hyper: GroupValues, rates: Sequence[float]) -> GroupValues:

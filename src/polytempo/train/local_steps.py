@@ -242,13 +242,13 @@ class LocalStepUpdate(MachineUpdate):
             with torch.no_grad():
                 for fragment in self.fragments:
                     assert isinstance(fragment.reducer, ServerExchange)  # the mode has no other
-                    fragment.show_beside(fragment.reducer.newest())
+                    fragment.show_beside(fragment.reducer.held.newest())
             return
         if self._watch is None:
             self.flush(restarts=True)
             return
         for number, fragment in enumerate(self.fragments):
-            newest = self._watch.reducers[number].newest()
+            newest = self._watch.reducers[number].held.newest()
             self._watch.poll()  # an answer may have come meanwhile
             self._hear_answers()
             self._tell(Asked())

@@ -71,7 +71,7 @@ class ModelTables:
         """
         for number, table in enumerate(self.embeddings, start=len(self.mirrored)):
             table.rate = rate
-            table.source = servers.row_source(number) if servers is not None else None
+            table.source = servers.held.row_source(number) if servers is not None else None
             if table.source is None:
                 here = TableShard(table.info, 0, 1)
                 self._here.append((table, here))

@@ -420,7 +420,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if reducer is None:
             return state
         if servers is not None and servers.holds_state:
-            state["state"] = self._tables.torch_state(servers.read_state(), servers.spec.tensors, self._params)
+            state["state"] = self._tables.torch_state(servers.held.segments(), servers.spec.tensors, self._params)
         return state | self._update.state(reducer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -437,7 +437,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         elif servers is not None and servers.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
-            servers.load_state(self._tables.segments_of(state, servers.spec.tensors, self._params))
+            servers.held.load_state(self._tables.segments_of(state, servers.spec.tensors, self._params))
         if reducer is not None:
             self._update.load_state(reducer, state_dict)
 

@@ -172,7 +172,7 @@ class ServerRounds(RoundExchange):
 
     def reload(self) -> None:
         reducer = self._server_reducer
-        newest = reducer.newest()
+        newest = reducer.held.newest()
         if newest is not None:
             reducer.copier.scatter(newest)
 
