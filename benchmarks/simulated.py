@@ -97,7 +97,7 @@ def machines(quick: bool) -> None:
     class Released:
         """A reducer whose answers are there at once."""
 
-        step = released = 0
+        step, client_state = 0, SimpleNamespace(released=0)
         directive = None
         session = SimpleNamespace(rank=0)
 
@@ -110,7 +110,7 @@ def machines(quick: bool) -> None:
 
         def _push(self, order: PushStep) -> None:
             self._reducer.step += 1
-            self._reducer.released += 1
+            self._reducer.client_state.released += 1
 
     def stepped(sync: str, steps: int) -> int:
         update: Any = Nothing(parse_spec(sync).machine(0), Released())  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from fuzz_plain import Outcome, Run, evaluated, loaded, look, resumed
 from fuzz_program import Line, Script, Setting
 
 from polytempo.launcher.job_facts import JobFacts
-from polytempo.reducer import collective_reducer, partial_push
+from polytempo.reducer import pushes, sums
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -158,8 +158,8 @@ def _places(setting: Setting) -> Iterator[None]:
             patches.enter_context(mock.patch.object(kind, "wire", setting.wire))
         if setting.small:
             patches.enter_context(mock.patch.object(shared_memory, "SHARE_FROM", 1))
-            patches.enter_context(mock.patch.object(partial_push, "LIMIT", 100))
-            patches.enter_context(mock.patch.object(collective_reducer, "BUCKET", 100))
+            patches.enter_context(mock.patch.object(pushes, "LIMIT", 100))
+            patches.enter_context(mock.patch.object(sums, "BUCKET", 100))
         yield
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 import polytempo as pt
-from polytempo.reducer.flat_buffer import Copier
+from polytempo.reducer.copier import Copier
 from polytempo.transport.shared_memory import Borrowed
 
 how, steps = sys.argv[1], int(sys.argv[2])

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from polytempo.device.host_device import HostDevice
 from polytempo.protocol.layout import lay_out
+from polytempo.reducer.copier import Copier
 from polytempo.reducer.device_moves import largest, shaped_like
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer, describe
+from polytempo.reducer.flat_buffer import FlatBuffer, describe
 from polytempo.transport.buffer_pool import Pool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

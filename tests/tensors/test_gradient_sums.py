@@ -10,7 +10,8 @@ from polytempo.errors import UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.push import Measures
 from polytempo.protocol.values import VitalSigns
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer, describe
+from polytempo.reducer.copier import Copier
+from polytempo.reducer.flat_buffer import FlatBuffer, describe
 from polytempo.train.gradient_sums import FlatSum, GradientSum, WideSum
 from polytempo.transport.buffer_pool import Pool
 

@@ -14,9 +14,10 @@ from polytempo.compression.chain import parse_chain
 from polytempo.device.copy_stream import CopyMark, CopyStream
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.values import TensorInfo
+from polytempo.reducer.copier import Copier
 from polytempo.reducer.device_moves import HostStaging, common, runs_of
-from polytempo.reducer.flat_buffer import Copier, describe
-from polytempo.reducer.push_filters import PushFilters
+from polytempo.reducer.flat_buffer import describe
+from polytempo.reducer.servers import PushFilters
 from polytempo.transport.buffer_pool import Pool
 
 settled = settings(max_examples=25, deadline=None, derandomize=True, database=None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polytempo.reducer import collective_reducer, partial_push
+from polytempo.reducer import pushes, sums
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.transport import shared_memory
 
@@ -52,8 +52,8 @@ def wire(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(ThreadJob, "wire", request.param)
         patch.setattr(GroupJob, "wire", request.param)
         patch.setattr(shared_memory, "SHARE_FROM", 1)
-        patch.setattr(partial_push, "LIMIT", 100)  # small models, too, have several buckets
-        patch.setattr(collective_reducer, "BUCKET", 100)
+        patch.setattr(pushes, "LIMIT", 100)  # small models, too, have several buckets
+        patch.setattr(sums, "BUCKET", 100)
         yield
 
 

@@ -13,12 +13,12 @@ from helpers import assert_close, assert_equal, check_record, small_batches, sma
 from paced import LONG, PacedWorker, alone
 
 from polytempo.errors import UsageError
-from polytempo.reducer.peer_reducer import PeerReducer
+from polytempo.reducer.deadline_peers import DeadlinePeers
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.peer_rounds import KEPT
+from polytempo.train.round_exchange import KEPT
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +32,7 @@ def assert_equals_one_process(model: Any, make: Any, workers: list[PacedWorker],
     values, seen = alone(model, make, [one for worker in workers for one in worker.made], divisors)
     seen.append(values)
     for worker in workers:
-        assert isinstance(worker.optimizer._reducer, PeerReducer)
+        assert isinstance(worker.optimizer._reducer, DeadlinePeers)
         assert len(worker.values) > 1
         for number, found in worker.values.items():
             assert_close(found, seen[number], rtol=1e-9)
@@ -91,7 +91,7 @@ def test_a_worker_that_stalls_for_more_rounds_than_it_keeps_catches_up(tmp_path:
     def work(session: Session) -> list[int]:
         worker, batches = PacedWorker(session, model, STATEFUL["adam"]), iter(data)
         reducer, policy = worker.optimizer._reducer, job.sequencer.clocks["0"].policy
-        assert isinstance(reducer, PeerReducer)
+        assert isinstance(reducer, DeadlinePeers)
         if session.rank == 1:
             worker.compute(data[0][1], 0.0)
             for number in range(KEPT):

@@ -32,7 +32,7 @@ from torch import nn
 import polytempo
 from polytempo.errors import UsageError
 from polytempo.launcher.job_facts import JobFacts
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.servers import ServerExchange
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -212,7 +212,7 @@ def test_running_statistics_stay_where_they_were_made() -> None:
         done.wait(20)
         optimizer.consolidate()
         assert_equal([buffer.clone() for buffer in own.buffers()], means[-1])
-        assert isinstance(optimizer._reducer, ServerReducer)
+        assert isinstance(optimizer._reducer, ServerExchange)
         return weights(own), means[-1], [info.name for info in optimizer._reducer.spec.tensors]
 
     done = threading.Barrier(2)

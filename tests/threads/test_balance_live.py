@@ -15,8 +15,8 @@ from local_blocks import HostsJob
 
 from polytempo.errors import PolytempoError
 from polytempo.launcher.job_facts import JobFacts
-from polytempo.reducer import collective_reducer
-from polytempo.reducer.collective_reducer import BucketRounds
+from polytempo.reducer import sums
+from polytempo.reducer.sums import BucketSums
 from polytempo.session.session import Session, as_current
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.communication import Group
@@ -82,14 +82,14 @@ def test_buckets_that_leave_during_backward_have_the_weight_of_their_batch(
 ) -> None:
     """By cost the numbers of samples differ in each step: but for the first, no bucket is reduced twice."""
     reduced: list[int] = []
-    reduce = BucketRounds._reduce
+    reduce = BucketSums._reduce
 
-    def counted(rounds: BucketRounds, number: int, background: bool) -> Any:
+    def counted(rounds: BucketSums, number: int, background: bool) -> Any:
         reduced.append(number)
         return reduce(rounds, number, background)
 
-    monkeypatch.setattr(collective_reducer, "BUCKET", 64)
-    monkeypatch.setattr(BucketRounds, "_reduce", counted)
+    monkeypatch.setattr(sums, "BUCKET", 64)
+    monkeypatch.setattr(BucketSums, "_reduce", counted)
     work = lambda session: trained(session, 96, 8, 1, cost=lambda index: 1.0 + (index * 37 % 50) ** 2)  # noqa: E731
     seen: list[Seen] = run(way, SYNC, work, 2)
     sizes = [len(part) for part in seen[0].rounds]

@@ -18,7 +18,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.parameter_watch import AT_MOST, COMPARED, ParameterWatch
+from polytempo.reducer.copier import AT_MOST, COMPARED, ParameterWatch
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train import communication

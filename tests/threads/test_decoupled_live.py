@@ -149,7 +149,7 @@ def test_what_lossy_compression_holds_back_is_all_that_the_servers_lack() -> Non
     held = on_servers(job)
     reducer = optimizers[0]._reducer
     assert reducer is not None
-    kept = reducer.residual()["float64"].split([param.numel() for param in START])
+    kept = reducer.filters.state()["float64"].split([param.numel() for param in START])
     for index, start in enumerate(START):
         whole = sum(step[index] for step in GRADIENTS[0])
         assert_close([start.detach() - held[index] + kept[index].view(SHAPES[index])], [whole], EXACT)

@@ -14,7 +14,8 @@ from torch import nn
 
 from polytempo.device.device import Devices
 from polytempo.device.host_device import HostDevice
-from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
+from polytempo.reducer.peers import PeerExchange
+from polytempo.reducer.sums import DeviceSums
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.timeout(60)
 
 def is_on_device(optimizer: DistributedOptimizer) -> bool:
     reducer: Any = optimizer._reducer
-    assert isinstance(reducer, SharedMemoryReducer)
-    return reducer._on_device is not None
+    assert isinstance(reducer, PeerExchange)
+    return isinstance(reducer.sums, DeviceSums)
 
 
 class LateReader(HostDevice):
@@ -157,7 +158,7 @@ def test_at_most_two_flat_copies_of_the_parameters_are_added() -> None:
     def work(session: Session) -> int:
         mine = copy.deepcopy(model)
         optimizer = DistributedOptimizer(torch.optim.SGD(mine.parameters(), lr=0.1), mine)
-        return int(optimizer._reducer.device_bytes)
+        return int(optimizer._reducer.traffic().device_bytes)
 
     with ThreadJob(2, via="allreduce", device="stand-in") as job:
         found = job.run(work)
@@ -177,7 +178,7 @@ def test_workers_without_a_sequencer_reduce_buckets_on_devices() -> None:
             optimizer.zero_grad()
             loss_of(mine, step[session.rank]).backward()
             optimizer.step()
-        assert all(group.route.slots is not None for group in optimizer._reducer.groups())
+        assert all(group.route.slots is not None for group in optimizer._part.groups())
         return weights(mine)
 
     with GroupJob(2) as job:

@@ -17,8 +17,7 @@ from polytempo.compression.chain import parse_chain
 from polytempo.errors import UsageError
 from polytempo.protocol.layout import lay_out
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
-from polytempo.reducer.push_filters import PushFilters
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.servers import PushFilters, ServerExchange
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -38,8 +37,8 @@ def made(session: Session, compression: Any, lr: float = 1.0, **options: Any) ->
     return param, DistributedOptimizer(sgd, compression=compression, **options)
 
 
-def reducer_of(optimizer: DistributedOptimizer) -> ServerReducer:
-    assert isinstance(optimizer._reducer, ServerReducer)
+def reducer_of(optimizer: DistributedOptimizer) -> ServerExchange:
+    assert isinstance(optimizer._reducer, ServerExchange)
     return optimizer._reducer
 
 
@@ -89,7 +88,7 @@ def push_all(job: ThreadJob, compression: Any, fate: Any = None) -> list[tuple[t
     return job.run(work)
 
 
-def watched(reducer: ServerReducer) -> torch.Tensor:
+def watched(reducer: ServerExchange) -> torch.Tensor:
     """The sum of all that goes out from now on, as the other side reads it."""
     total, filter_of, chain = torch.zeros(SIZE, dtype=torch.float64), reducer.filters.of, reducer.filters._chains
 
@@ -251,7 +250,7 @@ def test_where_the_way_is_open_compression_takes_servers(compression: str | None
         for gradient in GRADIENTS[session.rank][:4]:
             param.grad = gradient.clone()
             optimizer.step()
-        return isinstance(optimizer._reducer, ServerReducer), param.detach().clone()
+        return isinstance(optimizer._reducer, ServerExchange), param.detach().clone()
 
     found: dict[str, list[tuple[bool, torch.Tensor]]] = {}
     for way in ("auto", "ps"):

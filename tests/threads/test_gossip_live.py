@@ -29,7 +29,7 @@ from torch import nn
 
 from polytempo.errors import UsageError
 from polytempo.protocol.push import Measures
-from polytempo.reducer.neighbour_reducer import NeighbourReducer
+from polytempo.reducer.neighbours import NeighbourExchange
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
@@ -264,7 +264,7 @@ def test_a_neighbour_that_dies_after_its_push_and_before_its_values_are_through_
         with torch.no_grad():
             params[0].fill_(starts[session.rank])
         reducer = optimizer._reducer
-        assert isinstance(reducer, NeighbourReducer)
+        assert isinstance(reducer, NeighbourExchange)
         for step in range(60):
             set_gradients(params, [torch.zeros(4)])
             if step == 2 and session.rank != 0:

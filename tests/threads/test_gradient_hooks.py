@@ -27,8 +27,7 @@ from torch import nn
 
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.gradient_hooks import GradientHooks, ReferenceCounts
+from polytempo.reducer.flat_buffer import FlatBuffer, GradientHooks, ReferenceCounts
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

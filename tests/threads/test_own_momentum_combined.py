@@ -33,13 +33,13 @@ from polytempo.device.device import Devices
 from polytempo.device.host_device import HostDevice
 from polytempo.errors import UsageError
 from polytempo.records.files import read_meta
-from polytempo.reducer.optimizer_spec import HyperParameters
 from polytempo.session.session import Session
 from polytempo.sync.momentum import MomentumForm
 from polytempo.sync.spec import MODES, parse_spec
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
 from polytempo.train.server_embedding import ServerEmbedding
+from polytempo.train.update import HyperParameters
 from polytempo.train.validation import OptimizerArguments
 
 pytestmark = pytest.mark.timeout(20)

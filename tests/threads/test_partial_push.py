@@ -14,7 +14,7 @@ from torch import nn
 from polytempo.client.connections import ServerConnections
 from polytempo.protocol.messages import AnyMessage, PartialPush, Push
 from polytempo.protocol.push import PushedGradient
-from polytempo.reducer import partial_push
+from polytempo.reducer import pushes
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -27,7 +27,7 @@ Change = Callable[[list[nn.Parameter]], Any]
 
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_push, "LIMIT", 100)
+    monkeypatch.setattr(pushes, "LIMIT", 100)
 
 
 @pytest.fixture

@@ -20,14 +20,13 @@ from polytempo.collectives.world import World
 from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.push import Measures
 from polytempo.protocol.values import ClosedRound
-from polytempo.reducer.peer_reducer import PeerReducer
-from polytempo.reducer.round_sums import GroupSums
+from polytempo.reducer.deadline_peers import DeadlinePeers, GroupSums
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.sync.directives import NextDeadline
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.train.peer_rounds import KEPT, HandedState, PeerRounds, RoundMean
+from polytempo.train.round_exchange import KEPT, HandedState, PeerRounds, RoundMean
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,7 +61,8 @@ class Driver:
         # Its communication thread: here the test says when rounds end.
         self.optimizer._session.leaving.run(LeavingStep.CLOSE)
         reducer = self.optimizer._reducer
-        assert isinstance(reducer, PeerReducer)
+        assert isinstance(reducer, DeadlinePeers)
+        reducer.given_up = False
         self.rounds = PeerRounds(reducer, self.optimizer._wrapped)
         self.buffer = self.rounds.buffers()[0]
         self.samples, self.count = 0, 0
@@ -84,7 +84,9 @@ class Driver:
         known = len(self.rounds.pending)
         self.rounds.exchange(total, self.optimizer._wrapped.hyper(), measures, ())
         reducer, content = self.rounds.reducer, self.rounds.pending[known:]
-        return RoundOutcome(reducer.step, reducer.directive, reducer.answer.closed, content[0] if content else None)
+        return RoundOutcome(
+            reducer.step, reducer.directive, reducer.client_state.answer.closed, content[0] if content else None
+        )
 
     def round(self, batches: Sequence[Batch]) -> RoundOutcome:
         for batch in batches:

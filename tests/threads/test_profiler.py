@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 import polytempo.profile_ranges
 from polytempo.pipeline.pipeline import Pipeline
-from polytempo.reducer import collective_reducer, partial_push
+from polytempo.reducer import pushes, sums
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train import communication
@@ -29,8 +29,8 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_push, "LIMIT", 100)
-    monkeypatch.setattr(collective_reducer, "BUCKET", 100)
+    monkeypatch.setattr(pushes, "LIMIT", 100)
+    monkeypatch.setattr(sums, "BUCKET", 100)
 
 
 def train(session: Session) -> None:

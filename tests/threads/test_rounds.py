@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 from worlds import Opening, attempts, everywhere, nothing_left, opening
 
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.reducer import collective_reducer
+from polytempo.reducer import sums
 from polytempo.reducer.ballot import Ballot, outcome, size_of, unpack
-from polytempo.reducer.collective_reducer import CollectiveReducer, VotingGroup
+from polytempo.reducer.coordination import ByBallot
+from polytempo.reducer.peers import PeerExchange
+from polytempo.reducer.sums import VotingGroup
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.summation import in_order
@@ -34,7 +37,7 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.fixture(autouse=True)
 def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_reducer, "BUCKET", 100)
+    monkeypatch.setattr(sums, "BUCKET", 100)
 
 
 def wrapped(session: Session, model: nn.Module, **options: object) -> tuple[nn.Module, DistributedOptimizer]:
@@ -195,10 +198,11 @@ def die_in(session: Session, point: str) -> None:
         raise Died
 
     reducer = session.leaving.of[LeavingStep.JOIN][0].__self__._reducer  # type: ignore[attr-defined]
-    assert isinstance(reducer, CollectiveReducer)
-    made = reducer._rounds
+    assert isinstance(reducer, PeerExchange)
+    made: Any = reducer.coordination
+    assert isinstance(made, ByBallot)
     if point == "before it reduced":
-        made._reduce = die  # type: ignore[method-assign]
+        made._sums._reduce = die  # type: ignore[method-assign]
     elif point == "before it voted":
         made._vote = die  # type: ignore[method-assign]
     elif point == "after it voted":

@@ -12,7 +12,7 @@ from helpers import MakeOptimizer, assert_close, assert_equal, joined, loss_of, 
 from tabled import USED, Lookup, dense_twin, lookup_batches, lookup_model
 from torch import nn
 
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.servers import ServerExchange
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
@@ -52,7 +52,7 @@ def test_sparse_is_dense_on_the_joint_batch(kind: type[nn.Module], name: str, wo
 
     def work(session: Session) -> list[torch.Tensor]:
         got, optimizer = trained(session, model, make, batches)
-        assert isinstance(optimizer._reducer, ServerReducer)
+        assert isinstance(optimizer._reducer, ServerExchange)
         assert [table.info.name for table in optimizer._reducer.rows.tables] == ["embedding.weight"]
         return got
 

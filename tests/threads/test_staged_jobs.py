@@ -12,9 +12,9 @@ from tests.tensors.test_host_staging import LateCopies
 
 import polytempo as pt
 from polytempo.protocol.layout import Layout
-from polytempo.reducer import flat_buffer, partial_push, server_reducer
+from polytempo.reducer import copier, pushes, servers
 from polytempo.reducer.device_moves import HostStaging
-from polytempo.reducer.gradient_hooks import GradientHooks
+from polytempo.reducer.flat_buffer import GradientHooks
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 
@@ -34,9 +34,9 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Sent:
     def staging_for(params: Sequence[torch.Tensor], layout: Layout) -> HostStaging:
         return HostStaging(params, layout, torch.device("cpu"), LateCopies())
 
-    monkeypatch.setattr(flat_buffer, "staging_for", staging_for)
-    monkeypatch.setattr(server_reducer, "GradientHooks", lambda params, buffer: GradientHooks([], buffer))
-    sent, send, commit = Sent(), partial_push.PartialPushes._send, partial_push.PartialPushes.commit
+    monkeypatch.setattr(copier, "staging_for", staging_for)
+    monkeypatch.setattr(servers, "GradientHooks", lambda params, buffer, early: GradientHooks([], buffer, early))
+    sent, send, commit = Sent(), pushes.PartialPushes._send, pushes.PartialPushes.commit
 
     def counted_send(self: Any, number: int) -> None:
         sent.left += 1
@@ -47,8 +47,8 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Sent:
         sent.counted += max(len(names) for names, _, _ in result)
         return result
 
-    monkeypatch.setattr(partial_push.PartialPushes, "_send", counted_send)
-    monkeypatch.setattr(partial_push.PartialPushes, "commit", counted_commit)
+    monkeypatch.setattr(pushes.PartialPushes, "_send", counted_send)
+    monkeypatch.setattr(pushes.PartialPushes, "commit", counted_commit)
     return sent
 
 
@@ -97,7 +97,7 @@ def train(session: Session, options: Mapping[str, Any], touch: str) -> list[torc
 def test_a_staged_job_ends_as_others_do(
     workers: int, sync: str, options: Mapping[str, Any], touch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partial_push, "LIMIT", 800)
+    monkeypatch.setattr(pushes, "LIMIT", 800)
     with ThreadJob(workers, 2, sync) as job:
         expected = job.run(lambda session: train(session, options, touch))
     sent = staged(monkeypatch)

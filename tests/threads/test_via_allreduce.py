@@ -29,7 +29,7 @@ from helpers import (
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
-from polytempo.reducer.reducer import READERS
+from polytempo.reducer.exchange import READERS
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer

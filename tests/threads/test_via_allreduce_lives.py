@@ -31,8 +31,8 @@ from helpers import (
 from torch import nn
 
 from polytempo.errors import UsageError
-from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.reducer.shared_memory_reducer import SharedMemoryReducer
+from polytempo.reducer.peers import PeerExchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
@@ -195,7 +195,7 @@ def test_two_optimizers_have_a_clock_each() -> None:
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(
-    ("job_via", "own_via", "kind"), [("allreduce", "ps", ServerReducer), ("ps", "allreduce", SharedMemoryReducer)]
+    ("job_via", "own_via", "kind"), [("allreduce", "ps", ServerExchange), ("ps", "allreduce", PeerExchange)]
 )
 def test_an_optimizer_may_choose_another_way_than_its_job(job_via: str, own_via: str, kind: type, servers: int) -> None:
     model, data = small_model(), small_batches(4, (4, 4))

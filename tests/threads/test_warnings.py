@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers import copied, made_params, set_gradients
 
-from polytempo.reducer.gradient_checks import gradient_digest
 from polytempo.server.job_plan import Limits
 from polytempo.session.session import Session
 from polytempo.testing.threads import GroupJob, ThreadJob
 from polytempo.train.optimizer import DistributedOptimizer
+from polytempo.train.update import gradient_digest
 
 pytestmark = pytest.mark.timeout(30)
 

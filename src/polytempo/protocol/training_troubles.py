@@ -2,7 +2,7 @@
 batches, so that all but one of them work for nothing, and values that scripts have changed in place, not alike on all.
 
 Each is said at its first time, in one line. With a coordinator the sequencer looks at every push it accepts; without one
-(torchrun, mpirun, srun) each rank looks at its own, and at the ballots of a round (`reducer/collective_reducer.py`). These
+(torchrun, mpirun, srun) each rank looks at its own, and at the ballots of a round (`reducer/coordination.py`). These
 are the words; `sync/divergence.py` has the rule by which a training has diverged.
 """
 

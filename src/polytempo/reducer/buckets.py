@@ -5,7 +5,7 @@ buckets of some megabytes. In a shard's buffers a bucket is a few pieces, mostly
 
 The scheduler launches a bucket when its last gradient is complete, remembers what was launched, and finds the buckets whose
 gradients were changed afterwards. How a bucket travels is the `launch` callback's business: a partial push to servers
-(`partial_push.py`), an all-reduce (`collective_reducer.py`) or Horovod's all-reduce with compression
+(`pushes.py`), an all-reduce (`sums.py`) or Horovod's all-reduce with compression
 (`horovod/gradient_buckets.py`).
 
     complete     a hook of backward says that a gradient is there; the bucket leaves once it has all

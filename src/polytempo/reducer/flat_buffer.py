@@ -1,42 +1,36 @@
-"""The flat buffer: gradients of all parameters in, new values out.
+"""The flat buffer, in which gradients of all parameters lie side by side, and the hooks that bring them there.
 
 One flat tensor a dtype holds all gradients in the layout's order, so that each shard's part is one segment of memory. On one
 host that memory is shared, and the servers read it in place. A parameter's `.grad` becomes a view of the buffer once it was
-copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the buffer. New values go
-from the receive buffers, or the servers' own memory, straight into the parameters; where a parameter is not contiguous, they
-pass through the flat tensor, which is free by then. Parameters on a GPU are staged (`device_moves.py`).
+copied there, and whatever then changes it in place (accumulation, clipping, unscaling) changes the buffer. Given a
+`Device` for memory, flat tensors lie on it, in memory that other processes map (`FlatBuffer.ranges`).
 
-Given a `Device` for memory, flat tensors lie on it, in memory that other processes map (`FlatBuffer.ranges`). Then gradients
-and new values each have a flat buffer: new values are in `Copier.landing` when `land` copies them, and no bytes pass through
-the host.
+Autograd puts a gradient wherever it likes. A hook that it calls when a parameter's gradient is complete copies it into the
+flat buffer, while backward goes on and the gradient is still in the cache, and makes `.grad` the view. From then on whatever
+changes `.grad` in place changes the buffer. All of this is a matter of speed: at `step()` every gradient that is not a view,
+for whatever reason, is copied (`Copier.gather`).
+
+Without hooks, because a view would not do: parameters whose memory is not in the usual order (channels_last), on a GPU, or
+frozen when the optimizer was wrapped; sparse gradients; gradients that are differentiated again. Left as they are: gradients
+that the script holds a reference to or has put into memory of its own, and views that it still holds (`ReferenceCounts`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import sys
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from polytempo.device.device import Device, DeviceMemory
 from polytempo.device.pinned_memory import HostPins
-from polytempo.errors import UsageError
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.device_moves import (
-    Copies,
-    copy_together,
-    gather_views,
-    is_permuted,
-    largest,
-    shaped_like,
-    staging_for,
-)
-from polytempo.reducer.parameter_watch import ParameterWatch
-from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name, is_same
-from polytempo.transport.buffer_pool import Pool
+from polytempo.reducer.device_moves import is_permuted, largest, shaped_like
+from polytempo.server.optimizer_state import as_bytes, as_tensor, dtype_name
 from polytempo.transport.channel import Bytes
 
 
@@ -193,273 +187,114 @@ class FlatBuffer:
             pins.pin(data)
 
 
-class Copier:
-    """Moves between parameters and flat tensors. `slots` flat buffers are used in turn: one, unless pushes overlap."""
+class ReferenceCounts:
+    """Decides by `sys.getrefcount` whether the script holds a gradient or a view of the flat buffer.
 
-    landing: FlatBuffer  #: where new values pass through, or on a device land
-    _buffers: list[FlatBuffer]
+    A script that keeps `g = param.grad` expects `g` to stay what it is; replacing `.grad` by a view, or writing the next
+    gradient into a view that it holds, would change what it sees. Torch has no call that tells, so references are counted,
+    and compared with counts taken where the script certainly holds none: those depend on the versions of torch and Python
+    (torch may or may not count its own reference through `.grad`), so they are measured, never written down here.
+    A wrong answer costs speed in one direction (a copy at `step()`) and the script's values in the other;
+    `tests/threads/test_gradient_hooks.py` has both.
+    """
+
+    def __init__(self, buffer: FlatBuffer, indices: Sequence[int]) -> None:
+        self._buffer = buffer
+        self._views_at_rest = {index: sys.getrefcount(buffer.views[index]) for index in indices}
+        param = torch.nn.Parameter(torch.zeros(1))
+        param.grad = torch.zeros(1)
+        self._fresh_gradient = sys.getrefcount(param.grad)
+
+    def only_parameter_holds_gradient(self, param: torch.Tensor) -> bool:
+        """Is `.grad` referenced by its parameter alone, and memory of its own?"""
+        return sys.getrefcount(param.grad) <= self._fresh_gradient and (param.grad is None or not param.grad._is_view())
+
+    def is_view_unused(self, index: int) -> bool:
+        """Is a view of the flat buffer referenced by the buffer alone?"""
+        return sys.getrefcount(self._buffer.views[index]) <= self._views_at_rest[index]
+
+
+class HearsCompletion(Protocol):
+    """Wants to hear of gradients."""
+
+    def complete(self, index: int) -> None:
+        """Backward has made this parameter's gradient."""
+
+
+def tell_completion(params: Sequence[torch.Tensor], indices: Sequence[int], hears: HearsCompletion) -> None:
+    """Hooks of these parameters, which do not keep an optimizer alive that the script has dropped. They are optional: a
+    gradient that appears without a call is taken at `step()`."""
+    reference = weakref.ref(hears)
+
+    def hook(index: int) -> Callable[[torch.Tensor], None]:
+        def complete(param: torch.Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                owner.complete(index)
+
+        complete.optional = True  # type: ignore[attr-defined]
+        return complete
+
+    for index in indices:
+        params[index].register_post_accumulate_grad_hook(hook(index))
+
+
+class GradientHooks:
+    """The parameters of one optimizer whose gradients live in a flat buffer.
+
+    Args:
+        params: All parameters.
+        buffer: Where their gradients go.
+        on_complete: Called with a parameter's index once its gradient is in the buffer.
+    """
 
     def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        layout: Layout,
-        memory: Memory | Device,
-        slots: int = 1,
-        compares: bool = False,
-        beside: Copier | None = None,
+        self, params: Sequence[torch.Tensor], buffer: FlatBuffer, on_complete: Callable[[int], None] | None = None
     ) -> None:
-        """`beside`: another of the same parameters on a device, whose flat buffers serve both: streams keep them apart."""
-        self.params = list(params)
-        infos = [place.info for place in sorted(layout.places, key=lambda place: place.index)]
-        self.watch = ParameterWatch(params, infos, compares)
-        self.layout = layout
-        self.on_device = isinstance(memory, Device)
-        self.staging = staging_for(params, layout) if not isinstance(memory, Device) else None
-        pins = self.staging is not None and self.staging.pins is not None
-        pinned = pins and not isinstance(memory, Device) and memory.pins
-        if beside is not None and beside.on_device and self.on_device and beside.layout == layout:
-            self._buffers, self.landing = beside._buffers, beside.landing
-        else:
-            self._buffers = [FlatBuffer(layout, memory, pinned) for _ in range(slots)]
-            # Pushes under way must not change, and on a device servers write new values while gradients are read.
-            shared = slots == 1 and not self.on_device
-            self.landing = self._buffers[0] if shared else FlatBuffer(layout, memory, pinned)
-        self._every = list(dict.fromkeys((*self._buffers, self.landing)))
-        self._turn = 0
-        self._order = [place.index for place in layout.places]
-        self._landings = Copies(())  # what `land` makes
-        self._spare: FlatBuffer | None = None  # pinned, for values of a GPU that are looked at here, once there were some
-        if self.staging is not None and self.staging.pins is not None and not pinned:
-            for buffer in self._every:
-                buffer.pin(self.staging.pins)
-        self.find_places()
+        self._may = [i for i, param in enumerate(params) if param.device.type == "cpu" and param.is_contiguous()]
+        self._active = set(self._may)
+        self._params = list(params)
+        self._buffer = buffer
+        self._references = ReferenceCounts(buffer, self._may)
+        self.on_complete = on_complete
+        self.indices = [index for index in self._may if params[index].requires_grad]  #: of gradients that the hooks copy
+        tell_completion(params, self.indices, self)
 
-    def find_places(self) -> None:
-        """Find where parameters lie now, and in which form."""
-        if self.staging is not None:
-            self.staging.find_places()
+    def complete(self, index: int) -> None:
+        """Backward has made this parameter's gradient."""
+        param = self._params[index]
+        if index not in self._active:
             return
-        if self.on_device:
-            for one in self._every:
-                one.take_forms(self.params)
-            self._landings = Copies((self.params[index].detach(), self.landing.views[index]) for index in self._order)
+        if not self._buffer.is_in_place(index):
+            self._buffer.renew(index)
+        # Before the names below hold references of their own.
+        free = self._references.only_parameter_holds_gradient(param) and self._references.is_view_unused(index)
+        grad, view = param.grad, self._buffer.views[index]
+        if not _fits(grad, view):
             return
-        buffer = self.landing
-        # The parameters that pass through the flat tensor; and for each shard and dtype, where its values go.
-        self._indirect = [i for i in self._order if not self.params[i].is_contiguous()]
-        self._direct: list[list[list[torch.Tensor]]] = []
-        for index in self._order:
-            buffer.view(index)  # made anew, if as `.grad` it went along with its parameter
-        for segments in self.layout.shards:
-            of_shard: list[list[torch.Tensor]] = []
-            for segment in segments:
-                targets = []
-                for place in self.layout.places:
-                    start, stop = max(place.start, segment.start), min(place.stop, segment.stop)
-                    if place.info.dtype == segment.dtype and start < stop:
-                        passes = place.index in self._indirect
-                        source = buffer.views[place.index] if passes else self.params[place.index].detach()
-                        targets.append(source.view(-1)[start - place.start : stop - place.start])
-                of_shard.append(targets)
-            self._direct.append(of_shard)
+        if grad is not view:
+            if not free:
+                return
+            with torch.no_grad():
+                view.copy_(grad)
+                self._buffer.find_finite(index)  # now it is in the cache
+            param.grad = view
+        if self.on_complete is not None:
+            self.on_complete(index)
 
-    @property
-    def on_gpu(self) -> bool:
-        """Do parameters lie on a GPU, or where a device exchanges them?"""
-        return self.on_device or self.staging is not None
+    def renew(self) -> None:
+        """Parameters were moved: some may have other strides now, or the usual ones again."""
+        self._active = {index for index in self._may if self._params[index].is_contiguous()}
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of device memory in its flat buffers."""
-        staged = self.staging.twin.values() if self.staging is not None else ()
-        own = [memory.nbytes for one in self._every for memory in one.ranges.values()]
-        return sum(own) + sum(int(flat.nbytes) for flat in staged)
-
-    def look(self, compare: bool = True) -> bool:
-        """Look at the parameters; new values go to where they lie now, if that is elsewhere."""
-        moved = self.watch.look(compare)
-        if moved:
-            self.find_places()
-        return moved
-
-    def next_buffer(self) -> FlatBuffer:
-        """The flat buffer whose turn it is."""
-        self._turn = (self._turn + 1) % len(self._buffers)
-        return self._buffers[self._turn]
-
-    def gather(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
-        """Copy `of(param)` of every parameter into a flat buffer; where it is None, zeros. Returns those parameters."""
-        if buffer.on_device:
-            return gather_views(buffer.views, self.params, self._order, of)
-        if self.staging is None:
-            return self._gather_here(self._order, buffer, of)
-        absent = self.staging.collect(of)
-        buffer.filled(self.staging.staged, self.staging.fetch(buffer.tensors))
-        return (*absent, *self._gather_here(self.staging.others, buffer, of))
-
-    def collect(self, buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[int, ...]:
-        """As `gather`, of parameters on a GPU, for what goes on there: values are in the twin of the buffer. They are in the
-        buffer, too, where one of them is not finite: for the report of it."""
-        assert self.staging is not None
-        absent = self.staging.collect(of)
-        finite = self.staging.fetch()
-        if not finite:
-            self.staging.fetch(buffer.tensors)
-        buffer.filled(self.staging.staged, finite)
-        buffer.in_twin = True
-        return absent
-
-    def _gather_here(
-        self, order: Sequence[int], buffer: FlatBuffer, of: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> tuple[int, ...]:
-        absent: list[int] = []
-        targets, sources = [], []
-        for index in order:
-            tensor = of(self.params[index])
-            in_place = buffer.is_in_place(index)
-            if tensor is buffer.views[index] and in_place:
+    def adopt(self) -> None:
+        """Make `.grad` the view where `step()` has copied a gradient into the buffer: it need not be copied again."""
+        for index in self._active:
+            param, view = self._params[index], self._buffer.views[index]
+            if param.grad is view or not self._references.only_parameter_holds_gradient(param):
                 continue
-            if not in_place:  # whatever `.grad` is now: once it was the view
-                buffer.renew(index)
-            if tensor is None:
-                absent.append(index)
-                continue
-            if tensor.layout != torch.strided:  # of an embedding that is no table of ours: all its rows travel
-                tensor = tensor.to_dense()
-            targets.append(buffer.views[index])
-            sources.append(tensor.clone() if buffer.holds(tensor) else tensor)  # another's view: it may be written first
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for index in absent:
-            buffer.views[index].zero_()
-        return tuple(absent)
+            if _fits(param.grad, view):
+                param.grad = view
 
-    def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
-        """New values, one list of buffers for each shard, into the parameters."""
-        if self.on_device:
-            self._receive(parts)
-            self.land()
-            return
-        self.watch.see_writes()
-        if self.staging is not None:
-            self.staging.scatter(parts)
-            if self.staging.others:
-                self.landing.changed_all()
-                self._receive(parts)
-                with torch.no_grad():
-                    for index in self.staging.others:
-                        self.params[index].detach().copy_(self.landing.views[index])
-            self.watch.record()
-            return
-        buffer = self.landing
-        if self._indirect:
-            buffer.changed_all()
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            for shard, buffers in parts.items():
-                for segment, data, targets in zip(self.layout.shards[shard], buffers, self._direct[shard], strict=True):
-                    if len(targets) == 1:
-                        targets[0].copy_(as_tensor(data, segment.dtype))
-                    elif targets:
-                        sources = torch.split(as_tensor(data, segment.dtype), [t.numel() for t in targets])
-                        torch._foreach_copy_(targets, list(sources))
-            for index in self._indirect:
-                self.params[index].detach().copy_(buffer.views[index])
-        self.watch.record()
 
-    def subtract_from_values(self, buffer: FlatBuffer) -> None:
-        """Make a flat buffer of earlier values what was added to them since."""
-        views = [buffer.views[index] for index in range(len(self.params))]
-        values = dict(enumerate(param.detach() for param in self.params))
-        if not buffer.on_device:
-            values = self.here(lambda param: param.detach())
-        torch._foreach_neg_(views)
-        torch._foreach_add_(views, [values[index] for index in range(len(views))])
-
-    def land(self) -> None:
-        """New values that are in `landing`, on a device, into the parameters: on the current stream."""
-        self.watch.see_writes()
-        with torch.no_grad():
-            self._landings.make()
-        self.watch.record()
-
-    def _receive(self, parts: dict[int, list[Bytes]]) -> None:
-        """Bytes that have come through the host into `landing`."""
-        with torch.no_grad():
-            for shard, buffers in parts.items():
-                for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
-                    flat = self.landing.tensors[segment.dtype]
-                    flat[segment.start : segment.stop].copy_(as_tensor(data, segment.dtype))
-
-    def holds(self, parts: dict[int, list[Bytes]]) -> bool:
-        """Are these the values of the parameters?"""
-        own = FlatBuffer(self.layout, Pool())
-        self.gather(own, lambda param: param.detach())
-        return all(
-            is_same(as_tensor(mine, segment.dtype), as_tensor(given, segment.dtype))
-            for shard, buffers in parts.items()
-            for segment, mine, given in zip(self.layout.shards[shard], own.parts[shard], buffers, strict=True)
-        )
-
-    def here(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """`of(param)` of each parameter that has it, in host memory: itself, or from a GPU a copy that stays until the next
-        call."""
-        if self.staging is None and not self.on_device:
-            found = {index: of(self.params[index]) for index in self._order}
-            return {index: tensor for index, tensor in found.items() if tensor is not None}
-        absent = self.gather(self._spare_buffer(), of)
-        return {index: view for index, view in self._spare_buffer().views.items() if index not in absent}
-
-    def _spare_buffer(self) -> FlatBuffer:
-        if self._spare is None:
-            self._spare = FlatBuffer(self.layout, Pool(), pinned=any(param.is_cuda for param in self.params))
-        return self._spare
-
-    def write(self, values: Sequence[torch.Tensor], adds: bool = False) -> None:
-        """Copy these into the parameters, in their order, or add them; values of the host go to a GPU together."""
-        own = [param.detach() for param in self.params]
-        staging, spare = self.staging, None
-        if staging is not None and not staging.others and not any(value.is_cuda for value in values):
-            spare = self._spare_buffer()
-            torch._foreach_copy_([spare.views[index] for index in range(len(own))], list(values))
-            mark = staging.spread(dict(enumerate(spare.parts)))
-            values = [staging.views[index] for index in range(len(own))]
-        with torch.no_grad():
-            for target, value in zip(own, values, strict=True):
-                if adds:
-                    target.add_(value.to(target.device))
-                else:
-                    target.copy_(value)
-        if spare is not None:
-            mark.wait()
-
-    def scatter_gradients(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""
-        self.landing.changed_all()
-        if self.staging is None or self.staging.others:
-            self._receive(parts)
-        if self.staging is None:
-            self.assign_gradients(self.landing.views, absent)
-            return
-        mark = self.staging.spread(parts)
-        self.assign_gradients(self.landing.views | self.staging.views, absent)
-        mark.wait()
-
-    def assign_gradients(self, views: Mapping[int, torch.Tensor], absent: Sequence[int]) -> None:
-        """Copy what is in these views into `.grad` of every parameter, and set it to None where it is absent."""
-        pairs = []
-        for index in self._order:
-            param = self.params[index]
-            if index in absent:
-                param.grad = None  # this worker may have a gradient, of weight zero
-                continue
-            if param.grad is None or param.grad.layout != torch.strided:
-                param.grad = torch.empty_like(param)
-            pairs.append((param.grad, views[index]))
-        with torch.no_grad():
-            copy_together(pairs)
-
-    def check_same(self, params: Sequence[torch.Tensor]) -> None:
-        """Refuse parameters that were added or replaced after the start."""
-        same = len(params) == len(self.params) and all(one is other for one, other in zip(params, self.params, strict=True))
-        if not same:
-            raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")
+def _fits(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
+    return grad is not None and grad.layout == torch.strided and grad.dtype == view.dtype and not grad.requires_grad

@@ -23,24 +23,46 @@ The mean of all models is for the one worker that asks:
                 its next step: sums over all workers are kept. From then on it has weight 0
 
 Values travel in full for both, whatever cast the steps use.
+
+`NeighbourLinks` send and receive in the background, by rank and tag, over the links of the world. A rank that is gone ends
+every wait for it: its link has closed, or the sequencer has said that it left (a link between hosts may stay open for a
+while after its process has died). What it had sent before its link closed is still received. A rank that is there and does
+not take or bring what is due is reported by name after a while, and is an error after `LONGEST`.
+
+`RequestService` answers other workers at any time, while the worker itself computes: one thread for all kinds of requests of
+an optimizer. It must have ended before the process does: the interpreter's end would abort it inside of torch.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import torch
 
+from polytempo.collectives.point_to_point import listen, receive, send
+from polytempo.collectives.tasks import Task
 from polytempo.compression.chain import CASTS
+from polytempo.errors import PeerError, RankLost
 from polytempo.protocol.layout import ITEM_SIZES, Layout
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.peer_messages import LAST_WORDS, NeighbourLinks, RequestService
-from polytempo.reducer.shared_memory_reducer import aligned
+from polytempo.reducer.sums import aligned, traffic_of
 from polytempo.server.optimizer_state import Flats
+from polytempo.session.session import Session
 from polytempo.transport.deadline import Deadline
 
+#: Seconds in which a message must come through, once it is on its way.
+LONGEST = 600.0
+#: Seconds in which what a rank has sent may still come, once the sequencer has said that it is gone.
+LAST_WORDS = 3.0
+#: Seconds between two calls of `tick`, while it asks for them.
+TICK = 0.2
+#: Messages on their way, and to which rank.
+Sending = list[tuple[int, Task]]
 #: Bytes behind the values of a message: a weight, and a mark.
 TRAILER = 16
 #: A weight as close to 1 as this is 1: sums of rounded shares are not quite, and then nothing is divided.
@@ -49,6 +71,151 @@ CLOSE = 1e-12
 FIRST_VALUES, READ, ANSWER, HAND_OVER, AVERAGE = -1, -2, -3, -4, -5
 #: Seconds in which a worker that is behind the asker may catch up, before it answers as it is.
 PATIENCE = 2.0
+
+
+class NeighbourLinks:
+    """One optimizer's messages. All workers make their optimizers in the same order, so each has tags of its own."""
+
+    def __init__(self, session: Session) -> None:
+        group = session.world().new_group(range(session.size))
+        assert group is not None
+        group.timeout = LONGEST
+        self._session, self._group, self.rank = session, group, session.rank
+        self._departed: set[int] = set()
+        session.when_departed(self._departed.add)
+
+    def is_gone(self, rank: int) -> bool:
+        """Has a rank left the job, or died?"""
+        return rank in self._departed or rank in self._group.engine.messages.left
+
+    def has_crashed(self, rank: int) -> bool:
+        """Has the link to a rank closed without a goodbye?"""
+        return rank in self._group.engine.messages.crashed
+
+    # Sending.
+
+    def send(self, data: torch.Tensor, to: Iterable[int], tag: int) -> Sending:
+        """Send to these ranks in the background; `data` must not change before `settle` has returned."""
+        return [(rank, send(self._group, data, rank, tag, background=True)) for rank in to]
+
+    def settle(self, sending: Sending) -> None:
+        """Wait until what was sent may be changed again."""
+        for rank, task in sending:
+            self.finish(task, rank)
+        sending.clear()
+
+    # Receiving.
+
+    def receive(self, data: torch.Tensor, source: int, tag: int, patience: float = LONGEST) -> bool:
+        """Receive from a rank. False: it is gone, or brings nothing for `patience` seconds; `data` may change later then."""
+        return self.finish(self.start_receive(data, source, tag), source, patience)
+
+    def start_receive(self, data: torch.Tensor, source: int, tag: int, due: bool = True) -> Task:
+        """Receive in the background. Where it is not `due` yet, the wait for it begins with `finish`."""
+        task = receive(self._group, data, source, tag, background=True)
+        task.idle = not due
+        return task
+
+    def listen(self, data: torch.Tensor, tag: int) -> Task:
+        """Receive from any rank what need not come; the task ends with an error when the links are closed."""
+        return listen(self._group, data, tag)
+
+    # Waiting.
+
+    def finish(self, task: Task, rank: int, patience: float = LONGEST) -> bool:
+        """Wait for a message from or to a rank; whether it came through.
+
+        Raises:
+            PeerError: The links of this worker are closed, or the rank neither ended nor moved for `LONGEST` seconds.
+        """
+        deadline, gone = Deadline(self.rank, patience), None
+        while not task.done and not deadline.over:
+            task.wait_quietly(deadline.until_next_look)
+            if not task.done:
+                if task.idle:  # the engine reports the others
+                    deadline.report(lambda: f"in {task.name}, for rank {rank}")
+                self._listen()
+                if rank in self._departed and gone is None:
+                    gone = Deadline(self.rank, LAST_WORDS, firm=True)
+                if gone is not None and gone.over:
+                    return False
+        if not task.done and patience == LONGEST:
+            raise PeerError(deadline.line(f"in {task.name}, for rank {rank}"))
+        if task.error is not None and not isinstance(task.error, RankLost):
+            raise PeerError(str(task.error))
+        if task.error is not None and rank not in self._departed:
+            self._session.world().confirm_loss([self.rank, rank])
+        return task.done and task.error is None
+
+    def _listen(self) -> None:
+        """Hear which workers have left."""
+        session = self._session
+        if session.client is not None and session.lock.acquire(blocking=False):
+            try:
+                session.client.poll()
+            finally:
+                session.lock.release()
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent to and received from other workers so far."""
+        return traffic_of(self._group.engine)
+
+
+class RequestService:
+    """The requests of one optimizer. `tick` is called after each request; and soon again, if it says so.
+
+    A kind of request has a tag and memory for one message. Its handler is called with the rank that sent it; the next
+    message of the kind is received after that. The thread ends with `stop`, or when the links are closed or all other
+    workers are gone.
+    """
+
+    def __init__(self, links: NeighbourLinks, tick: Callable[[], bool]) -> None:
+        self._links, self._tick = links, tick
+        self._kinds: dict[int, tuple[torch.Tensor, Callable[[int], None]]] = {}
+        self._came: SimpleQueue[tuple[int, Task] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="polytempo-requests", daemon=True)
+
+    def on(self, tag: int, data: torch.Tensor, handle: Callable[[int], None]) -> None:
+        """Receive requests of a kind into `data`; before `start`."""
+        self._kinds[tag] = data, handle
+
+    def start(self) -> None:
+        """Answer from now on."""
+        for tag in self._kinds:
+            self._listen(tag)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answer no more; returns when the thread has ended."""
+        self._came.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _listen(self, tag: int) -> None:
+        self._links.listen(self._kinds[tag][0], tag).when_done(lambda task: self._came.put((tag, task)))
+
+    def _serve(self) -> None:
+        left, again = set(self._kinds), False
+        with torch.no_grad():
+            while left:
+                try:
+                    came = self._came.get(timeout=TICK if again else None)
+                    if came is None:
+                        return
+                    if came[1].error is None:
+                        self._handle(came[0], int(came[1].result))
+                    else:
+                        left.discard(came[0])
+                except Empty:
+                    pass
+                again = self._tick()
+
+    def _handle(self, tag: int, source: int) -> None:
+        try:
+            self._kinds[tag][1](source)
+        except Exception:  # noqa: BLE001  the workers that ask must be answered, and this one must hear of it
+            sys.stderr.write(f"polytempo: rank {self._links.rank} failed to answer:\n{traceback.format_exc()}")
+        self._listen(tag)
 
 
 class ModelMessage:
@@ -156,7 +323,7 @@ class ModelMean:
     def __init__(self, links: NeighbourLinks, layout: Layout, fill: FillMessage) -> None:
         self._links, self._layout, self._fill = links, layout, fill
         self.lock = threading.Lock()
-        self.service = RequestService(links)
+        self.service = RequestService(links, self._tick)
         self.finished: int | None = None  #: steps this worker has finished, where others wait for them
         self.left = False  #: it has handed its values over
         self._looking = False  # at the mean
@@ -166,7 +333,6 @@ class ModelMean:
         self._givers: set[int] = set()
         self._came = threading.Condition(self.lock)
         self._later: list[Waiting] = []
-        self.service.tick = self._tick
         self.service.on(READ, self._asked, self._read)
         self.service.on(HAND_OVER, self._gift.data, self._accept)
 

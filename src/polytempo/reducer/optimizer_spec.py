@@ -6,66 +6,18 @@ A mode may bring a rule of its own (`asup`): then the wrapped optimizer gives th
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from polytempo.compression.chain import PushPullCompression
-from polytempo.errors import UsageError
 from polytempo.optim.asup import AsuP
 from polytempo.protocol.values import OptimizerSpec, TableInfo, TensorInfo
 from polytempo.reducer.flat_buffer import describe
 from polytempo.server.optimizer_state import as_bytes, check_optimizer
-from polytempo.sync import momentum
 from polytempo.sync.compatibility import Feature, check_features
 from polytempo.sync.spec import Spec
-
-#: Types of hyper-parameters that a message can have, beside tuples of these and tensors of one element.
-PLAIN = (bool, int, float, str, type(None))
-
-
-class HyperParameters:
-    """The hyper-parameters of all groups, as plain data. They seldom change, so values that are the same objects are not
-    converted again."""
-
-    def __init__(self, spec: Spec, optimizer: torch.optim.Optimizer, bare: bool = False) -> None:
-        """`bare`: for servers that run SGD without momentum, since each worker keeps its own."""
-        self._spec, self._optimizer, self._is_own = spec, optimizer, isinstance(optimizer, AsuP)
-        self._bare = bare
-        self._seen: list[Any] = []
-        self._plain: tuple[dict[str, Any], ...] = ()
-
-    def now(self) -> tuple[dict[str, Any], ...]:
-        """The hyper-parameters as they are now."""
-        groups = self._optimizer.param_groups
-        seen = [value for group in groups for name, value in group.items() if name != "params"]
-        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
-        if not same or any(isinstance(value, torch.Tensor | list) for value in seen):  # these may change inside
-            self._plain = tuple(self._of_group(group) for group in groups)
-            self._seen = seen
-        return self._plain
-
-    def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
-        if self._bare:
-            plain |= momentum.BARE
-        if not self._spec.mode.rule:
-            return plain
-        names = self._spec.rule_options
-        own = {name: plain[name] for name in names if self._is_own and name not in self._spec.options}
-        return {"lr": plain["lr"], "weight_decay": plain.get("weight_decay", 0.0), **names, **own}
-
-
-def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, tuple | list):
-        return tuple(_plain(name, item) for item in value)
-    raise UsageError(f'hyper-parameter {name!r} is {type(value).__name__}; a server takes numbers; use apply="delta"')
 
 
 class SpecBuilder:
@@ -189,20 +141,3 @@ def _digest(state: dict[int, dict[str, Any]]) -> str:
             plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
             found.update(as_bytes(value.detach().cpu()).tobytes() if plain else repr(value).encode())
     return found.hexdigest()
-
-
-class RuleAlone:
-    """A mode's own rule in a job of one without servers."""
-
-    def __init__(self, hyper: HyperParameters, optimizer: torch.optim.Optimizer) -> None:
-        self._hyper, self._optimizer = hyper, optimizer
-        pairs = zip(hyper.now(), optimizer.param_groups, strict=True)
-        groups = [{**own, "params": group["params"]} for own, group in pairs]
-        self._rule = AsuP(groups)
-
-    def step(self) -> None:
-        """With the hyper-parameters of now."""
-        for group, now in zip(self._rule.param_groups, self._hyper.now(), strict=True):
-            group.update(now)
-        self._rule.state = self._optimizer.state  # so that state_dict() has it, and load_state_dict() gives it
-        self._rule.step()

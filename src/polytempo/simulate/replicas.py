@@ -321,7 +321,7 @@ class OwnMomentum:
         self.pushes: list[tuple[Gradient, int]] = []
 
     def add_own(self, read: int) -> None:
-        """Add the worker's unanswered pushes to the values of this version, which are loaded (`reducer/server_reducer.py`
+        """Add the worker's unanswered pushes to the values of this version, which are loaded (`reducer/servers.py`
         says why). Later steps read this version or newer."""
         self.pushes = [(push, version) for push, version in self.pushes if version > read]
         factors = dict.fromkeys(map(id, self._parameters), self._own_rate)

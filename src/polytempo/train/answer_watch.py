@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from polytempo.client.client import Client
 from polytempo.protocol.messages import ReadAnswer
-from polytempo.reducer.reducer import Reducer
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.exchange import Exchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.transport.channel import Bytes
 
 
@@ -32,8 +32,8 @@ class Silence:
 class AnswerWatch:
     """The answers to pushes of all fragments."""
 
-    def __init__(self, reducers: Sequence[Reducer]) -> None:
-        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerReducer)]
+    def __init__(self, reducers: Sequence[Exchange]) -> None:
+        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerExchange)]
         assert len(self.reducers) == len(reducers)  # the mode has no other way
         self._client, self._session = self.reducers[0].client, self.reducers[0].session
         self._silence = Silence(self._client)
@@ -60,7 +60,7 @@ class AnswerWatch:
 class ValueFetch:
     """The servers' values, which were asked for."""
 
-    def __init__(self, reducer: ServerReducer) -> None:
+    def __init__(self, reducer: ServerExchange) -> None:
         self._client, self._lock = reducer.client, reducer.session.lock
         with self._lock:
             self.reading = self._client.start_read(reducer.name, "params")

@@ -20,14 +20,21 @@ from typing import Any
 
 import torch
 
+from polytempo.collectives.group import RankGroup
 from polytempo.optim.worker_momentum import ChangeMomentum, GradientMomentum
-from polytempo.protocol.values import OptimizerSpec, TensorInfo, beside
+from polytempo.protocol.push import Measures
+from polytempo.protocol.values import OptimizerSpec, TensorInfo, beside, number_of, part_of
 from polytempo.records.lines import MAIN
-from polytempo.reducer.factory import BufferMean, make_reducer
-from polytempo.reducer.optimizer_spec import RuleAlone
-from polytempo.reducer.reducer import Reducer
-from polytempo.reducer.round_exchange import ServerRounds
+from polytempo.reducer.coordination import ByBallot
+from polytempo.reducer.deadline_peers import DeadlinePeers
+from polytempo.reducer.exchange import Exchange
+from polytempo.reducer.flat_buffer import describe
+from polytempo.reducer.neighbours import NeighbourExchange
+from polytempo.reducer.peers import PeerExchange, make_peers
+from polytempo.reducer.servers import PushedParts, ServerExchange
 from polytempo.server.optimizer_state import SegmentState
+from polytempo.session.session import Session
+from polytempo.sync.capabilities import PushedWork
 from polytempo.sync.machine import Brings, LoggedMachine
 from polytempo.sync.momentum import MomentumForm
 from polytempo.train.deadline_rounds import DeadlineUpdate
@@ -37,12 +44,56 @@ from polytempo.train.fragment import Companions, Fragment, make_fragments
 from polytempo.train.local_steps import LocalStepUpdate
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.neighbours import GossipUpdate, PairUpdate
-from polytempo.train.peer_rounds import PeerRounds
+from polytempo.train.round_exchange import PeerRounds, ServerRounds
 from polytempo.train.script_state import GivenState, WorkerOptimizerState, registered_in
 from polytempo.train.share_rounds import ShareUpdate
 from polytempo.train.step_reports import CountedSteps, StepClock
-from polytempo.train.update import PushChange, PushGradient, StepAlone, StepOnMean, Wrapped
+from polytempo.train.update import PushChange, PushGradient, RuleAlone, StepAlone, StepOnMean, Wrapped
 from polytempo.train.validation import OptimizerPlan
+
+
+class BufferMean:
+    """The mean of all workers' floating point module buffers (running means of batch norm, and the like), of one model.
+    Their exchange is made once, and used as long as names, shapes and dtypes stay."""
+
+    def __init__(self, session: Session, model: torch.nn.Module, name: str = "", members: tuple[int, ...] = ()) -> None:
+        """`name` and `members`: of the optimizer, where its steps are taken by a group."""
+        self._session, self._model, self._name, self._members = session, model, name, members
+        self._group: RankGroup | None = None  # without a sequencer
+        self._parts = 0  # exchanges made so far, in a group
+        self._reducer: ServerExchange | None = None
+        self._infos: tuple[TensorInfo, ...] = ()
+        self._copies: list[torch.Tensor] = []  # `model.to(...)` replaces buffers, but not these
+
+    def average(self) -> None:
+        """Make the buffers their mean. All workers must call this."""
+        floating = [(name, buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()]
+        tensors = [buffer for _, buffer in floating]
+        if not floating:
+            return
+        if self._session.client is None:
+            if self._group is None:
+                world, members = self._session.world(), self._members
+                number = number_of(self._name) if members else 0
+                self._group = world.group_of_optimizer(members, number, 1) if members else world.all_ranks
+            self._group.all_reduce(tensors, "mean").wait()
+            return
+        infos = describe(tensors, [name for name, _ in floating], [0] * len(floating))
+        if self._reducer is None or infos != self._infos:
+            self._reducer = self._new_reducer(infos)
+        torch._foreach_copy_(self._copies, tensors)
+        buffer, _ = self._reducer.buffer_of(lambda copy: copy)
+        self._reducer.push(buffer, (), Measures())
+        torch._foreach_copy_(tensors, self._copies)
+
+    def _new_reducer(self, infos: tuple[TensorInfo, ...]) -> ServerExchange:
+        self._infos, self._parts, members = infos, self._parts + 1, self._members
+        self._copies = [torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
+        name = part_of(self._name, self._parts) if members else self._session.next_optimizer_id()
+        spec = OptimizerSpec(sync="bsp", apply="mean", optimizer="", tensors=infos, groups=({},), members=members)
+        reducer = ServerExchange(self._session, f"{name}/mean", spec, self._copies)
+        reducer.deliver_to(reducer.copier.scatter)  # values, not gradients
+        return reducer
 
 
 class JobPart:
@@ -77,13 +128,25 @@ class JobPart:
             if arguments.optimizer.state and not session.job.resumed and plan.leads:
                 self.given.give()
         self.fragments: list[Fragment] = []  #: of the model, where values are averaged
-        self.reducers: list[Reducer] = []  #: of all its parts; empty: it takes its steps alone
+        self.reducers: list[Exchange] = []  #: of all its parts; empty: it takes its steps alone
         if plan.together and self.machine.brings == "values":
             self.fragments = self._make_fragments(averaged)
             self.reducers = [fragment.reducer for fragment in self.fragments]
         elif plan.together:
-            self.reducers = [self._make_reducer()]
+            self.reducers = [self._make_exchange()]
         self.reducer = self.reducers[0] if self.reducers else None  #: counts its steps
+        #: The same, where servers hold the values.
+        self.servers = self.reducer if isinstance(self.reducer, ServerExchange) else None
+
+        coordination = self.reducer.coordination if isinstance(self.reducer, PeerExchange) else None
+        #: Likewise, where ranks vote: one that has run out of data goes on taking part until all have.
+        self.ballot = coordination if isinstance(coordination, ByBallot) else None
+
+    def groups(self) -> list[RankGroup]:
+        """The groups of ranks in which it makes its rounds, where ranks make them among themselves."""
+        if self.ballot is not None:
+            return [self.ballot.voters.group]
+        return self.reducer.groups() if isinstance(self.reducer, DeadlinePeers) else []
 
     def _make_fragments(self, model: torch.nn.Module | None) -> list[Fragment]:
         """`model`: whose buffers are averaged, too."""
@@ -96,22 +159,32 @@ class JobPart:
             on_servers=not self.plan.among_workers,
         )
 
-    def _make_reducer(self) -> Reducer:
-        arguments, plan, momentum = self._arguments, self.plan, None
-        if plan.momentum is MomentumForm.GRADIENT:
-            momentum = GradientMomentum(arguments.optimizer, plan.spec.looks_ahead, plan.spec.spike)
-        return make_reducer(
-            self._session,
-            self.name,
-            arguments.params,
-            plan.spec,
-            self._tables.dense,
-            self._spec_of,
-            self._take_initial_state,
-            self._tables.all,
-            on_servers=not plan.among_workers,
-            momentum=momentum,
-        )
+    def _make_exchange(self) -> Exchange:
+        arguments, plan, session = self._arguments, self.plan, self._session
+        capabilities, params = plan.spec.capabilities, arguments.params
+        has_deadlines = capabilities.work is PushedWork.DEADLINE
+        if not plan.among_workers:
+            momentum = None
+            if plan.momentum is MomentumForm.GRADIENT:
+                momentum = GradientMomentum(arguments.optimizer, plan.spec.looks_ahead, plan.spec.spike)
+            spec = self._spec_of("")
+            parts = PushedParts(
+                hooked=spec.apply == "server" and not spec.push_filter and not has_deadlines,  # else the sum
+                state=self._take_initial_state(spec),
+                tables=self._tables.all,
+                mean=(self._spec_of("mean"), params),
+                momentum=momentum,
+            )
+            return ServerExchange(session, self.name, spec, [params[index] for index in self._tables.dense], parts)
+        spec = self._spec_of("peers")
+        if capabilities.neighbours:
+            return NeighbourExchange(session, self.name, spec, params)
+        if has_deadlines:
+            return DeadlinePeers(session, self.name, spec, params)
+        expected: Callable[[], float] | None = None
+        if self.machine.brings == "share" and self.deals and not capabilities.micro:
+            expected = lambda: session.ledger.samples(upcoming=True)  # noqa: E731
+        return make_peers(session, self.name, spec, params, expected=expected)
 
     def _spec_of(self, special: str) -> OptimizerSpec:
         """What the job must know of this optimizer; `special` is "peers" or "mean" where servers do not hold the values."""
@@ -134,19 +207,20 @@ class JobPart:
 
     def keep_state(self) -> None:
         """State of the wrapped optimizer that no server has belongs to the checkpoints of the job."""
-        reducer, job, name = self.reducer, self._session.job, f"optimizer {self.name}"
-        if reducer is None or not reducer.on_servers or not (job.saves or job.resumed):
+        servers, job, name = self.servers, self._session.job, f"optimizer {self.name}"
+        if servers is None or not (job.saves or job.resumed):
             return
         optimizer, params = self._arguments.optimizer, self._arguments.params
         if self.plan.here or self.plan.momentum is MomentumForm.GRADIENT:
             state, registered = WorkerOptimizerState(optimizer), registered_in(self._session)
-            if job.resumed and (saved := reducer.saved_state()):  # servers ran it, in the mode of the checkpoint
-                state.load_state_dict(self._tables.torch_state(saved, reducer.spec.tensors, params))
+            saved = servers.held.segments("saved state") if job.resumed else []
+            if saved:  # servers ran it, in the mode of the checkpoint
+                state.load_state_dict(self._tables.torch_state(saved, servers.spec.tensors, params))
             registered.add(state, per_rank=True, name=name, averaged=True)
-        elif job.resumed and reducer.spec.optimizer == type(optimizer).__name__:
+        elif job.resumed and servers.spec.optimizer == type(optimizer).__name__:
             found = registered_in(self._session).mean(name)  # workers ran it
             if found is not None:
-                reducer.load_state(self._tables.segments_of(found, reducer.spec.tensors, params))
+                servers.held.load_state(self._tables.segments_of(found, servers.spec.tensors, params))
 
 
 def make_update(part: JobPart, wrapped: Wrapped) -> StepUpdate:
@@ -166,10 +240,11 @@ def make_update(part: JobPart, wrapped: Wrapped) -> StepUpdate:
     return update
 
 
-def _of_gradients(part: JobPart, reducer: Reducer, wrapped: Wrapped) -> StepUpdate:
+def _of_gradients(part: JobPart, reducer: Exchange, wrapped: Wrapped) -> StepUpdate:
     plan = part.plan
-    if reducer.mean is not None:
-        return StepOnMean(wrapped, reducer, part.machine, reducer.mean)
+    if isinstance(reducer, PeerExchange):
+        return StepOnMean(wrapped, reducer, part.machine)
+    assert isinstance(reducer, ServerExchange)  # neighbours bring nothing
     barrier = plan.spec.capabilities.rounds
     if plan.apply != "delta":
         return PushGradient(wrapped, reducer, part.machine, barrier)
@@ -181,7 +256,7 @@ def _of_gradients(part: JobPart, reducer: Reducer, wrapped: Wrapped) -> StepUpda
 
 
 def _in_rounds(part: JobPart, reducer: Any, wrapped: Wrapped) -> StepUpdate:
-    rounds = ServerRounds(reducer) if reducer.on_servers else PeerRounds(reducer, wrapped)
+    rounds = ServerRounds(reducer) if isinstance(reducer, ServerExchange) else PeerRounds(reducer, wrapped)
     return DeadlineUpdate(part.machine, rounds, wrapped, beside(part.name) == MAIN)
 
 

@@ -20,7 +20,7 @@ of a push are those of its last micro-batch. `step()` calls are micro-batches: t
 `consolidate()` inside a pass over the data shows the values of the round, which are the job's newest; after a pass, or when
 the budget is used up, it ends this worker's part of the round and waits for its end, so that all that was computed is in.
 
-All that both threads touch is under one condition. The exchange itself runs without it (`reducer/round_exchange.py`).
+All that both threads touch is under one condition. The exchange itself runs without it (`round_exchange.py`).
 It needs the client under the session's lock, which nothing that waits for other workers may keep: neither the ranks' first
 meeting (`Session.world`) nor a wait of the client (`Client.share`). Else the rounds go on without this worker, and in the
 last epoch no worker is left to use the samples that return.
@@ -40,9 +40,9 @@ from polytempo.errors import PolytempoError, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import LeaseSamples, SamplesLeased
 from polytempo.protocol.push import Measures, no_steps
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.round_exchange import RoundExchange
+from polytempo.reducer.copier import Copier
+from polytempo.reducer.exchange import Exchange, GroupValues
+from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.ledger import united
 from polytempo.sync.machine import (
@@ -58,6 +58,7 @@ from polytempo.sync.machine import (
 )
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.gradient_sums import FlatSum
+from polytempo.train.round_exchange import RoundExchange
 from polytempo.train.update import Wrapped
 
 #: Seconds between two looks at whether the communication thread is alive, while the script waits for it.
@@ -210,12 +211,12 @@ class DeadlineUpdate(MachineUpdate):
         if self._error is not None:
             raise self._error
 
-    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
-        reducer.check_same(params)
+    def look(self, reducer: Exchange, params: Sequence[torch.Tensor]) -> None:
+        reducer.copier.check_same(params)
         reducer.renew()
         self._rounds.look()
 
-    def consolidate(self, reducer: Reducer) -> None:
+    def consolidate(self, reducer: Exchange) -> None:
         over = not self._ledger.in_pass or reducer.client_state.answer.stop
         with self._turn:
             self._settle(ends_round=over)
@@ -288,7 +289,8 @@ class DeadlineUpdate(MachineUpdate):
     def _close(self) -> None:
         """End the communication thread: this worker leaves the job."""
         with self._turn:
-            self._closed = self._rounds.given_up = True
+            self._closed = True
+            self._rounds.give_up()
             self._turn.notify_all()
         self._thread.join(10 * LOOK)
         self._rounds.close()

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from polytempo.reducer.reducer import Reducer
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.exchange import Exchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.session.leaving import LeavingStep
 from polytempo.sync.actions import Release
 from polytempo.sync.downpour import LocalSteps
@@ -43,10 +43,10 @@ Missing = tuple[dict[int, float], Gradients]
 class DownpourUpdate(MachineUpdate):
     """Local steps of one optimizer."""
 
-    _reducer: ServerReducer
+    _reducer: ServerExchange
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, local: LocalSteps) -> None:
-        assert isinstance(reducer, ServerReducer)  # the mode has no other: values are fetched
+    def __init__(self, wrapped: Wrapped, reducer: Exchange, machine: WorkerMachine, local: LocalSteps) -> None:
+        assert isinstance(reducer, ServerExchange)  # the mode has no other: values are fetched
         self._wrapped, self._local = wrapped, local
         self._steps = 0
         self._sum: FlatSum | None = None  # what the next push will hold
@@ -55,11 +55,9 @@ class DownpourUpdate(MachineUpdate):
         # Of the servers' values that local steps start from: their version, and the last of this worker's pushes in them.
         self._version, self._contained = reducer.client_state.version, reducer.step - 1
         self._sum_contains = self._contained  # that push, of the values that the sum was begun on
-        reducer.pulls = False  # values are fetched; those of an answer would undo local steps
-        reducer.client_state.take = lambda parts, absent: None
+        reducer.fetch_apart(self.flush)  # values of an answer would undo local steps
         super().__init__(machine, reducer)
         reducer.session.on_leave(LeavingStep.FLUSH, self.flush)
-        reducer.before_read = self.flush
         self.start()
 
     def performs(self) -> LivePerforms:

@@ -1,4 +1,4 @@
-"""The live driver: it performs the orders of a worker's machine (`sync/machine.py`) on tensors and on a reducer.
+"""The live driver: it performs the orders of a worker's machine (`sync/machine.py`) on tensors and on an exchange.
 
     step()    the script has computed a gradient: the machine is told, and its orders are performed, one after another.
               Where it orders no further step, the driver waits for the release and tells it of that, until it does
@@ -20,7 +20,8 @@ import torch
 from polytempo.protocol.push import Measures, no_steps
 from polytempo.protocol.values import beside
 from polytempo.records.lines import MAIN
-from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.exchange import Exchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.sync import machine as machines
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.machine import Orders, WorkerEvent, WorkerMachine
@@ -60,18 +61,18 @@ class StepUpdate(ABC):
     def join(self) -> None:
         """This worker has run out of data: take part until all others have."""
 
-    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+    def look(self, reducer: Exchange, params: Sequence[torch.Tensor]) -> None:
         """Before a step: refuse other parameters than at the start, and deal with values that the script has written."""
-        reducer.check_same(params)
+        reducer.copier.check_same(params)
         reducer.renew()
-        reducer.carry_changes()
+        reducer.take_writes()
 
-    def push_values(self, reducer: Reducer) -> None:
+    def push_values(self, reducer: Exchange) -> None:
         """Make this worker's values the job's."""
         reducer.renew(compare=False)
-        reducer.push_values()
+        reducer.take_writes(declared=True)
 
-    def consolidate(self, reducer: Reducer) -> None:
+    def consolidate(self, reducer: Exchange) -> None:
         """Load the job's newest values."""
         reducer.read_values()
 
@@ -79,14 +80,15 @@ class StepUpdate(ABC):
         """The weight of the next step, where the script does not say it."""
         return 1.0
 
-    def state(self, reducer: Reducer) -> dict[str, Any]:
+    def state(self, reducer: Exchange) -> dict[str, Any]:
         """What is kept beside the optimizer's state, and belongs to its `state_dict()`."""
-        residual = reducer.residual()
+        residual = reducer.filters.state() if isinstance(reducer, ServerExchange) else {}
         return {"filters": residual} if residual else {}
 
-    def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
+    def load_state(self, reducer: Exchange, state: dict[str, Any]) -> None:
         """Go on from what `state` has put into a `state_dict()`."""
-        reducer.load_residual(state.get("filters", {}))
+        if isinstance(reducer, ServerExchange):
+            reducer.filters.load(state.get("filters", {}))
 
     def stats(self) -> dict[str, Any]:
         """Figures of this way."""
@@ -106,10 +108,10 @@ class MachineUpdate(StepUpdate):
 
     Args:
         machine: The worker's half of the mode.
-        reducer: How this worker takes part in the job.
+        reducer: How what it sends gets to the others.
     """
 
-    def __init__(self, machine: WorkerMachine, reducer: Reducer) -> None:
+    def __init__(self, machine: WorkerMachine, reducer: Exchange) -> None:
         self._machine, self._reducer = machine, reducer
         self._request = no_request()  # the one that is carried out
         self._result: Any = None  # what its closure has returned
@@ -151,7 +153,9 @@ class MachineUpdate(StepUpdate):
         reducer = self._reducer
         if reducer.step > self._machine.step:  # its push was discarded, and the job is further
             self._tell(machines.DROPPED)
-        self._tell(Release(reducer.session.rank, reducer.released, reducer.step, reducer.directive))
+        self._tell(
+            Release(reducer.session.rank, max(reducer.step, reducer.client_state.released), reducer.step, reducer.directive)
+        )
 
     def _tell(self, event: WorkerEvent, part: int = 0) -> None:
         self._obey(self._machine.handle(event, time.monotonic(), part))

@@ -29,16 +29,16 @@ from polytempo.errors import UsageError
 from polytempo.optim.outer_step import PLAIN, OuterRule, OuterStep, cut
 from polytempo.protocol.push import no_steps
 from polytempo.protocol.values import TensorInfo, part_of
-from polytempo.reducer.factory import make_value_reducer
+from polytempo.reducer.exchange import Exchange, GroupValues
 from polytempo.reducer.flat_buffer import FlatBuffer, describe
-from polytempo.reducer.gradient_checks import FiniteWatch
 from polytempo.reducer.optimizer_spec import SpecBuilder
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.server_reducer import ServerReducer
-from polytempo.server.optimizer_state import as_bytes, as_tensor, digest_of_bytes
+from polytempo.reducer.peers import PeerExchange, make_peers
+from polytempo.reducer.servers import ServerExchange
+from polytempo.server.optimizer_state import as_tensor
 from polytempo.session.session import Session
 from polytempo.sync.blocks import Averaging
 from polytempo.train.model_tables import dense_segments, dense_state
+from polytempo.train.update import FiniteWatch
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes
 
@@ -114,7 +114,7 @@ class Fragment:
 
     def __init__(
         self,
-        reducer: Reducer,
+        reducer: Exchange,
         rules: Sequence[OuterRule],
         companions: Companions,
         overlaps: bool,
@@ -129,7 +129,7 @@ class Fragment:
         self._unsent: list[torch.Tensor] = []  # changes that the values no longer have, for the next sending
         self._rates: list[float] = []  # of the round under way
         self._written = ""  # a parameter that the script has written to at the start of the block
-        on_servers = isinstance(reducer, ServerReducer)
+        on_servers = isinstance(reducer, ServerExchange)
         self._differences = on_servers and reducer.spec.apply == "server"
         steps = any(rule != PLAIN for rule in rules)
         self._views: list[torch.Tensor] = []  # of the anchor, and of what servers have sent
@@ -139,13 +139,11 @@ class Fragment:
             reducer.copier.gather(self._landing, lambda tensor: tensor.detach())
             self._views = self._in_order(self._landing)
         self._outer: OuterStep | None = None  # made here
-        if isinstance(reducer, ServerReducer):
-            reducer.taker.install = self._land
-            reducer.taker.land = lambda: None  # what has landed on a device is where it shall be
+        if isinstance(reducer, ServerExchange):
+            reducer.deliver_to(self._land, land=lambda: None)  # what has landed on a device is where it shall be
         elif steps:
             self._outer = OuterStep(self._views, self._groups, rules)
-            digests = lambda: b"".join(digest_of_bytes([as_bytes(view)]) for view in self._views)  # noqa: E731
-            reducer.digests = digests  # type: ignore[attr-defined]
+            reducer.copier.watch.compare_by(self._views)
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
@@ -154,7 +152,7 @@ class Fragment:
     def _in_order(self, buffer: FlatBuffer) -> list[torch.Tensor]:
         return [buffer.views[index] for index in range(len(self._tensors))]
 
-    def _land(self, parts: dict[int, list[Bytes]]) -> None:
+    def _land(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         for shard, buffers in parts.items():
             for segment, data in zip(self.reducer.layout.shards[shard], buffers, strict=True):
                 self._landing.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
@@ -304,7 +302,7 @@ class Fragment:
         self.reducer.renew(compare=False)
         for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor.detach())
-        self.reducer.push_values()
+        self.reducer.take_writes(declared=True)
         self._written = self.reducer.copier.watch.touched
         self.record()
 
@@ -318,15 +316,16 @@ class Fragment:
         if not self._differences or self._alone:
             return []
         numbers = range(len(self._tensors))
-        found = dense_state(self.reducer.read_state(), self.reducer.spec.tensors, numbers)
+        assert isinstance(self.reducer, ServerExchange)  # there differences travel
+        found = dense_state(self.reducer.held.segments(), self.reducer.spec.tensors, numbers)
         return [found.get(index, {}).get("momentum_buffer") for index in numbers]
 
     def load_momentum(self, momentum: Sequence[torch.Tensor | None]) -> None:
         if self._outer is not None:
             self._outer.load(self._views, momentum)
-        elif self._differences and not self._alone:
+        elif isinstance(self.reducer, ServerExchange) and self._differences and not self._alone:
             state = {index: {"momentum_buffer": own} for index, own in enumerate(momentum) if own is not None}
-            self.reducer.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
+            self.reducer.held.load_state(dense_segments(state, self.reducer.spec.tensors, range(len(self._tensors))))
 
 
 def rates_of(rules: Sequence[OuterRule], hyper: GroupValues) -> list[float]:
@@ -378,8 +377,13 @@ def make_fragments(
             name = part_of(main, number) if specs.members else session.next_optimizer_id()
         more.read()
         tensors = [*(params[i] for i in part), *more.tensors]
-        beside = fragments[0].reducer if fragments else None
-        reducer = make_value_reducer(session, name, spec, tensors, on_servers, beside)
+        reducer: Exchange
+        if on_servers:
+            reducer = ServerExchange(session, name, spec, tensors)
+        else:
+            first = fragments[0].reducer if fragments else None
+            beside = first.coordination if isinstance(first, PeerExchange) else None
+            reducer = make_peers(session, name, spec, tensors, hooked=False, beside=beside)
         if not session.job.resumed or set(more.names) <= set(session.job.companions):
             more.write()  # all start from those of one worker, as with the values, or from the checkpoint's
         fragments.append(Fragment(reducer, rules, more, bool(averaging.overlap) or alone, alone))

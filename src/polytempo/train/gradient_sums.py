@@ -19,7 +19,8 @@ import torch
 
 from polytempo.errors import UsageError
 from polytempo.protocol.push import Measures, no_steps
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
+from polytempo.reducer.copier import Copier
+from polytempo.reducer.flat_buffer import FlatBuffer
 
 #: Sums of narrow gradients are kept wider: a sum over samples is larger than a mean.
 NARROW = (torch.float16, torch.bfloat16)

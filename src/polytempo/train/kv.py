@@ -40,7 +40,7 @@ from polytempo.tables.row_batches import RowPush, ascending, checked_ids, coales
 from polytempo.tables.row_optimizers import checked_hyper, rule
 from polytempo.tables.table_shard import TableShard
 from polytempo.tables.validation import check_dtype, check_table, is_count
-from polytempo.train.validation import weight_of
+from polytempo.train.update import weight_of
 
 T = TypeVar("T")
 #: An array's name, values, and the rows they are for: a list of ids, a start, or None for all.

@@ -38,8 +38,10 @@ import torch
 from polytempo.errors import UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.push import Measures
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.reducer.server_reducer import ServerReducer
+from polytempo.reducer.coordination import ByBallot, period_of
+from polytempo.reducer.exchange import Exchange, GroupValues
+from polytempo.reducer.peers import PeerExchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.session.leaving import LeavingStep
 from polytempo.sync.actions import Admit, Release
 from polytempo.sync.blocks import BlockMachine
@@ -94,7 +96,7 @@ class LocalStepUpdate(MachineUpdate):
 
     @property
     def period(self) -> int:
-        return self.fragments[0].reducer.period
+        return period_of(self.fragments[0].reducer.directive)
 
     def stats(self) -> dict[str, Any]:
         left_out = {} if self._watch is None else {"left_out": self._machine.left_out}
@@ -173,7 +175,7 @@ class LocalStepUpdate(MachineUpdate):
             for group, lr in zip(groups, scheduled, strict=True):
                 group["lr"] = lr
 
-    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+    def look(self, reducer: Exchange, params: Sequence[torch.Tensor]) -> None:
         own = self._wrapped.params
         if len(params) != len(own) or any(one is not other for one, other in zip(params, own, strict=True)):
             raise UsageError("the optimizer's parameters were changed after it was made distributed; wrap it after that")
@@ -221,32 +223,34 @@ class LocalStepUpdate(MachineUpdate):
         if self._watch is not None:
             self._watch.forget()  # pushes of no change: this worker need not know of their merge
 
-    def consolidate(self, reducer: Reducer) -> None:
+    def consolidate(self, reducer: Exchange) -> None:
         if self._averaging.own:  # the job's model is another than this worker's, which goes on from its own
             for fragment in self.fragments:
-                assert isinstance(fragment.reducer, ServerReducer)  # the mode has no other
-                fragment.show_beside(fragment.reducer.newest())
+                assert isinstance(fragment.reducer, ServerExchange)  # the mode has no other
+                fragment.show_beside(fragment.reducer.held.newest())
             return
         if self._watch is None:
             self.flush(restarts=True)
             return
         for number, fragment in enumerate(self.fragments):
-            newest = self._watch.reducers[number].newest()
+            newest = self._watch.reducers[number].held.newest()
             self._watch.poll()  # an answer may have come meanwhile
             self._hear_answers()
             self._tell(Asked())
             fragment.show(newest)
 
-    def push_values(self, reducer: Reducer) -> None:
+    def push_values(self, reducer: Exchange) -> None:
         for fragment in self.fragments:
             fragment.carry()
 
     def join(self) -> None:
-        if not self.fragments[0].reducer.needs_join:
+        peers = [one.reducer for one in self.fragments if isinstance(one.reducer, PeerExchange)]
+        if not peers or not isinstance(peers[0].coordination, ByBallot):
             return
         self.flush()
         with torch.no_grad():
-            while not (fragment := self.fragments[self._machine.upcoming]).reducer.join():
+            while not peers[self._machine.upcoming].join():
+                fragment = self.fragments[self._machine.upcoming]
                 fragment.use_rates(self._wrapped.hyper())
                 fragment.install()
                 self._count_average(fragment)
@@ -255,11 +259,11 @@ class LocalStepUpdate(MachineUpdate):
                 self._tell(SatOut(), number)
         self.flush(restarts=True)
 
-    def state(self, reducer: Reducer) -> dict[str, Any]:
+    def state(self, reducer: Exchange) -> dict[str, Any]:
         outer = [momentum for fragment in self.fragments if (momentum := fragment.momentum())]
         return {"outer": outer} if outer else {}
 
-    def load_state(self, reducer: Reducer, state: dict[str, Any]) -> None:
+    def load_state(self, reducer: Exchange, state: dict[str, Any]) -> None:
         for fragment, momentum in zip(self.fragments, state.get("outer", []), strict=False):
             fragment.load_momentum(momentum)
 

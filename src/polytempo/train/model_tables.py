@@ -17,7 +17,7 @@ from polytempo.errors import UsageError
 from polytempo.optim.worker_momentum import OF_WORKERS
 from polytempo.protocol.layout import lay_out
 from polytempo.protocol.values import TensorInfo
-from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.servers import ServerExchange
 from polytempo.server.optimizer_state import OF_TABLES, SegmentState, of_tensor
 from polytempo.tables.row_batches import RowPush
 from polytempo.tables.table_shard import TableShard
@@ -58,16 +58,16 @@ class ModelTables:
         rows = {id(table.weight) for table in self.mirrored}
         self.dense = [index for index, param in enumerate(params) if id(param) not in rows]
 
-    def attach(self, reducer: Reducer | None, rate: Callable[[], float]) -> None:
-        """Set where rows are read: from a reducer's servers, or from this process.
+    def attach(self, servers: ServerExchange | None, rate: Callable[[], float]) -> None:
+        """Set where rows are read: from servers, or from this process.
 
         Args:
-            reducer: The optimizer's reducer; None in a job of one.
+            servers: The optimizer's; None where none hold its values.
             rate: The learning rate of tables without one of their own.
         """
         for number, table in enumerate(self.embeddings, start=len(self.mirrored)):
             table.rate = rate
-            table.source = reducer.row_source(number) if reducer is not None else None
+            table.source = servers.held.row_source(number) if servers is not None else None
             if table.source is None:
                 here = TableShard(table.info, 0, 1)
                 self._here.append((table, here))

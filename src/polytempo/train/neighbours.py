@@ -11,7 +11,7 @@ optimizer says:
 `adpsgd` (`sync/adpsgd.py`) computes gradients on a snapshot, while pairs of workers are averaged. The parameters are written
 only inside `step()`: averages that others ask for change x alone, so backward always sees the values that forward saw:
 
-    snapshot    the parameters become x, the state beside them (`reducer/neighbour_reducer.py`); active workers ask a partner
+    snapshot    the parameters become x, the state beside them (`reducer/neighbours.py`); active workers ask a partner
     step        the optimizer steps on the snapshot; what was asked is finished; x = x + what the optimizer has changed; push
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from polytempo.profile_ranges import profiled
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.neighbour_reducer import GossipExchange, NeighbourReducer, PairExchange
+from polytempo.reducer.neighbours import GossipExchange, NeighbourExchange, PairExchange
 from polytempo.session.leaving import LeavingStep
 from polytempo.sync.machine import AddStep, AskPartner, Begin, Mix, SendModel, SendPush, Snapshot, StepHere, WorkerMachine
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
@@ -32,7 +32,7 @@ from polytempo.transport.buffer_pool import Pool
 class OwnModelUpdate(MachineUpdate):
     """Steps of the wrapped optimizer on this worker's own model."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourExchange, machine: WorkerMachine) -> None:
         self._wrapped, self._neighbours = wrapped, reducer
         super().__init__(machine, reducer)
 
@@ -69,7 +69,7 @@ class OwnModelUpdate(MachineUpdate):
 class GossipUpdate(OwnModelUpdate):
     """Local steps, mixed with those of neighbours."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine, overlap: bool) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourExchange, machine: WorkerMachine, overlap: bool) -> None:
         self._exchange = GossipExchange(reducer)
         # The model when it was sent, where that is before the step; in the step, the change since then.
         self._sent = FlatBuffer(reducer.layout, Pool(), pinned=False) if overlap else None
@@ -104,7 +104,7 @@ class GossipUpdate(OwnModelUpdate):
 class PairUpdate(OwnModelUpdate):
     """Local steps, with averages of pairs beside them."""
 
-    def __init__(self, wrapped: Wrapped, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: NeighbourExchange, machine: WorkerMachine) -> None:
         self._seen = FlatBuffer(reducer.layout, Pool(), pinned=False)  # the snapshot; in a step, the change since then
         self._exchange = PairExchange(reducer, machine) if reducer.session.size > 1 else None
         super().__init__(wrapped, reducer, machine)

@@ -42,11 +42,11 @@ from polytempo.protocol.push import Measures
 from polytempo.protocol.training_troubles import diverged
 from polytempo.protocol.values import VitalSigns
 from polytempo.reducer.device_moves import is_permuted
-from polytempo.reducer.gradient_checks import DIGESTED_STEPS, OwnReport, gradient_digest
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session, current, is_initialized
 from polytempo.sync.divergence import DivergenceRule, Seen
 from polytempo.train.driver import StepRequest, StepUpdate
+from polytempo.train.update import DIGESTED_STEPS, OwnReport, gradient_digest
 
 #: How much of a model is looked at: of so few tensors these many elements, in runs that lie side by side.
 TENSORS, ELEMENTS, RUN = 4, 256, 16

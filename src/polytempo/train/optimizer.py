@@ -10,7 +10,7 @@ Where the update is made depends on `apply`:
 With `via="allreduce"` no server holds anything: workers average gradients among themselves, and each runs the wrapped
 optimizer on the mean, whatever `apply` says. Alone, without a launcher, the wrapped optimizer simply runs.
 
-How gradients travel is the reducer's business (`reducer/reducer.py`), where the update is made the update's (`update.py`):
+How gradients travel is the exchange's business (`reducer/exchange.py`), where the update is made the update's (`update.py`):
 both are chosen once (`assembly.py`), and a step asks neither what it is.
 
 In modes with blocks of local steps (`local`, `adacomm`, `diloco`) the wrapped optimizer always runs here, on this worker's
@@ -38,8 +38,7 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.protocol.push import Measures
 from polytempo.protocol.training_troubles import Circumstances
 from polytempo.protocol.values import number_of
-from polytempo.reducer.gradient_checks import FiniteWatch, OwnReport
-from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.exchange import Exchange
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import current
 from polytempo.sync.compatibility import Feature, check_features
@@ -50,7 +49,7 @@ from polytempo.train.communication import Group
 from polytempo.train.driver import StepRequest
 from polytempo.train.model_tables import ModelTables
 from polytempo.train.observers import StepObservers
-from polytempo.train.update import Wrapped, is_observed, unscale
+from polytempo.train.update import FiniteWatch, OwnReport, Wrapped, is_observed, unscale, weight_of
 from polytempo.train.validation import (
     OptimizerArguments,
     OptimizerPlan,
@@ -58,7 +57,6 @@ from polytempo.train.validation import (
     check_order,
     in_scope,
     names_of,
-    weight_of,
 )
 
 
@@ -145,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             session.owners[id(param)] = mine
         for reducer in self._part.reducers:
             session.watches.add(reducer.copier.watch)
-        if self._reducer.needs_join:
+        if self._part.ballot is not None:
             session.on_leave(LeavingStep.JOIN, self.join)
 
     def _make_steps(self, plan: OptimizerPlan, nonfinite: str) -> None:
@@ -155,7 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         report = OwnReport(session.rank, self._params, self._circumstances) if alone else None
         finite = FiniteWatch(self._names, session.rank, nonfinite, report)
         self._wrapped = Wrapped(self.inner, self._params, plan.hyper.now, finite, self._tables, given.clip_norm)
-        self._tables.attach(self._reducer, lambda: self.inner.param_groups[0]["lr"])
+        self._tables.attach(self._part.servers, lambda: self.inner.param_groups[0]["lr"])
         self._update = make_update(self._part, self._wrapped)
         self._observers = StepObservers(
             session,
@@ -180,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._reducer is None:
             return []
         world, members = self._session.world(), self._reducer.spec.members or range(self._session.size)
-        return [*self._reducer.groups(), world.group_of_optimizer(members, number_of(self._part.name), OF_FAILURES)]
+        return [*self._part.groups(), world.group_of_optimizer(members, number_of(self._part.name), OF_FAILURES)]
 
     @property
     def spec(self) -> Spec:
@@ -284,7 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """How this worker trains, where no server does."""
         return Circumstances(self._spec.text, float(self.param_groups[0]["lr"]), local=self._spec.capabilities.averages)
 
-    def _begin_step(self, reducer: Reducer) -> float:
+    def _begin_step(self, reducer: Exchange) -> float:
         """Check the parameters; the seconds that this worker has computed."""
         now = [param for group in self.param_groups for param in group["params"]]
         if self._displaced:
@@ -419,11 +417,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             keep momentum of their own (the default of modes without rounds), this worker's own state.
         """
         state: dict[str, Any] = self.inner.state_dict()
-        reducer = self._reducer
+        reducer, servers = self._reducer, self._part.servers
         if reducer is None:
             return state
-        if reducer.holds_state:
-            state["state"] = self._tables.torch_state(reducer.read_state(), reducer.spec.tensors, self._params)
+        if servers is not None and servers.holds_state:
+            state["state"] = self._tables.torch_state(servers.held.segments(), servers.spec.tensors, self._params)
         return state | self._update.state(reducer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -434,13 +432,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             state_dict: What `state_dict()` returned, here or of a plain torch optimizer.
         """
         self.inner.load_state_dict(state_dict)
-        reducer = self._reducer
+        reducer, servers = self._reducer, self._part.servers
         if self._part.given is not None:
             self._part.given.give()
-        elif reducer is not None and reducer.holds_state:
+        elif servers is not None and servers.holds_state:
             state = self.inner.state_dict()["state"]  # as torch takes it in: numbered and cast as its parameters are
             self.inner.state.clear()
-            reducer.load_state(self._tables.segments_of(state, reducer.spec.tensors, self._params))
+            servers.held.load_state(self._tables.segments_of(state, servers.spec.tensors, self._params))
         if reducer is not None:
             self._update.load_state(reducer, state_dict)
 
@@ -457,20 +455,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         reducer = self._reducer
         if reducer is not None:
             with self._not_computing():
-                reducer.take_answer()
+                if self._part.servers is not None:
+                    self._part.servers.take_answer()
                 self._wrapped.finite.take()
         known = reducer.client_state if reducer is not None else ClientState("")
-        sent, received = reducer.traffic() if reducer is not None else (0, 0)
+        traffic = [one.traffic() for one in self._part.reducers]
         return {
             "step": self._update.steps,
             "waited_s": known.waited,
             "staleness": known.staleness,
-            "bytes_sent": sent,
-            "bytes_received": received,
-            "bytes_handed": sum(one.handed() for one in self._part.reducers),
+            "bytes_sent": traffic[0].sent if traffic else 0,
+            "bytes_received": traffic[0].received if traffic else 0,
+            "bytes_handed": sum(one.handed for one in traffic),
             "nonfinite": self._wrapped.finite.seen,
             "spread": known.answer.spread,
-            "device_bytes": sum(one.device_bytes for one in self._part.reducers),
+            "device_bytes": sum(one.device_bytes for one in traffic),
             **self._update.stats(),
         }
 

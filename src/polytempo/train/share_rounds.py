@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from polytempo.errors import HyperDiffer, UsageError
-from polytempo.reducer.reducer import Reducer
+from polytempo.reducer.exchange import Exchange
 from polytempo.session.ledger import united
 from polytempo.session.session import Session
 from polytempo.sync.spec import Spec
@@ -44,7 +44,7 @@ class ShareUpdate(StepUpdate):
         session: Session,
         spec: Spec,
         params: Sequence[torch.Tensor],
-        reducer: Reducer | None,
+        reducer: Exchange | None,
         deals: bool,
     ) -> None:
         micro = spec.capabilities.micro
@@ -55,8 +55,6 @@ class ShareUpdate(StepUpdate):
         self._sum = WideSum(params) if micro else None  # of this worker's share
         if micro and reducer is not None:
             reducer.set_sending(False)
-        elif deals and reducer is not None:
-            reducer.expect(lambda: self._ledger.samples(upcoming=True))
 
     @property
     def steps(self) -> int:
@@ -127,13 +125,13 @@ class ShareUpdate(StepUpdate):
     def join(self) -> None:
         self._update.join()
 
-    def look(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+    def look(self, reducer: Exchange, params: Sequence[torch.Tensor]) -> None:
         self._update.look(reducer, params)
 
-    def push_values(self, reducer: Reducer) -> None:
+    def push_values(self, reducer: Exchange) -> None:
         self._update.push_values(reducer)
 
-    def consolidate(self, reducer: Reducer) -> None:
+    def consolidate(self, reducer: Exchange) -> None:
         self._update.consolidate(reducer)
 
     def stats(self) -> dict[str, Any]:

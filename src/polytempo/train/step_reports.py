@@ -17,7 +17,7 @@ from polytempo.client.client_state import ClientState
 from polytempo.errors import PeerError
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, TrainingProgress, name_in_group
-from polytempo.reducer.reducer import SequencerClient
+from polytempo.reducer.coordination import SequencerClient
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.train.driver import StepRequest, StepUpdate

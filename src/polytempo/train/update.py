@@ -8,30 +8,226 @@
     LocalStepUpdate blocks of local steps, averages of values (`local_steps.py`)
     GossipUpdate    a local step, and mixing with neighbours; PairUpdate: averages of pairs (`neighbours.py`)
 
-`DistributedOptimizer` picks one (`optimizer.py`) and calls it in every step.
+`DistributedOptimizer` picks one (`assembly.py`) and calls it in every step. What it needs of the script's optimizer comes
+first: hyper-parameters as plain data, the weight of a gradient, checks of gradients.
+
+Values that are not finite are found before they are pushed (`FiniteWatch`). On a device the host does not wait for that: the
+stream writes the largest magnitude of a push into host memory, before it says that the push is there. So it can be read when
+that push was answered, and counts with the push after it. Only `nonfinite="refuse"` waits, since it must know before it
+pushes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import math
+import operator
+import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from polytempo.errors import UsageError
+from polytempo.optim.asup import AsuP
 from polytempo.optim.worker_momentum import ChangeMomentum
+from polytempo.protocol.training_troubles import Circumstances, goes_on, not_finite
+from polytempo.reducer.device_moves import largest
+from polytempo.reducer.exchange import Exchange, GroupValues
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.gradient_checks import FiniteWatch
-from polytempo.reducer.optimizer_spec import RuleAlone
-from polytempo.reducer.reducer import GradientMean, GroupValues, Reducer
+from polytempo.reducer.peers import PeerExchange
+from polytempo.reducer.servers import ServerExchange
 from polytempo.sync import machine as machines
 from polytempo.sync.machine import PushStep, WorkerMachine
+from polytempo.sync.momentum import BARE
+from polytempo.sync.spec import Spec
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, StepUpdate
 from polytempo.train.model_tables import ModelTables
+
+#: Types of hyper-parameters that a message can have, beside tuples of these and tensors of one element.
+PLAIN = (bool, int, float, str, type(None))
+
+
+class HyperParameters:
+    """The hyper-parameters of all groups, as plain data. They seldom change, so values that are the same objects are not
+    converted again."""
+
+    def __init__(self, spec: Spec, optimizer: torch.optim.Optimizer, bare: bool = False) -> None:
+        """`bare`: for servers that run SGD without momentum, since each worker keeps its own."""
+        self._spec, self._optimizer, self._is_own = spec, optimizer, isinstance(optimizer, AsuP)
+        self._bare = bare
+        self._seen: list[Any] = []
+        self._plain: tuple[dict[str, Any], ...] = ()
+
+    def now(self) -> tuple[dict[str, Any], ...]:
+        """The hyper-parameters as they are now."""
+        groups = self._optimizer.param_groups
+        seen = [value for group in groups for name, value in group.items() if name != "params"]
+        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        if not same or any(isinstance(value, torch.Tensor | list) for value in seen):  # these may change inside
+            self._plain = tuple(self._of_group(group) for group in groups)
+            self._seen = seen
+        return self._plain
+
+    def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        plain = {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+        if self._bare:
+            plain |= BARE
+        if not self._spec.mode.rule:
+            return plain
+        names = self._spec.rule_options
+        own = {name: plain[name] for name in names if self._is_own and name not in self._spec.options}
+        return {"lr": plain["lr"], "weight_decay": plain.get("weight_decay", 0.0), **names, **own}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_plain(name, item) for item in value)
+    raise UsageError(f'hyper-parameter {name!r} is {type(value).__name__}; a server takes numbers; use apply="delta"')
+
+
+def weight_of(samples: Any, zero: bool = True) -> float:
+    """The weight of a step as a float, from a number of any kind: Python's, NumPy's, or a tensor of one element.
+
+    Args:
+        samples: What the script gave.
+        zero: May it be 0?
+    """
+    is_flag = isinstance(samples, bool) or str(getattr(samples, "dtype", "")).endswith("bool")
+    number = math.nan
+    if not is_flag and not isinstance(samples, str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError):  # not a number, or several
+            number = float(samples)
+    if not 0 <= number < math.inf or (number == 0 and not zero):
+        wanted = "a number, 0 or more" if zero else "a number above 0"
+        raise UsageError(f"expected samples to be {wanted}, got {samples!r}; give how many samples it is of, or nothing")
+    return number
+
+
+#: Steps of which gradients are digested.
+DIGESTED_STEPS = 2
+#: Elements of each parameter that are digested.
+ELEMENTS = 1024
+
+
+def gradient_digest(params: Iterable[torch.Tensor]) -> int:
+    """A digest by which workers that read the same batches are found; 0 where gradients are missing, zero or sparse."""
+    grads = [p.grad.detach() for p in params if p.grad is not None and p.grad.layout == torch.strided]
+    parts = [grad.reshape(-1)[:ELEMENTS] for grad in grads]
+    if parts and parts[0].is_cuda:  # by one transfer
+        together = torch.cat([part.contiguous().view(torch.uint8) for part in parts]).cpu()
+        pieces = together.split([part.numel() * part.element_size() for part in parts])
+        parts = [piece.clone().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    nonzero = any(bool(part.any()) for part in parts)
+    return int.from_bytes(digest.digest(), "little") >> 1 if nonzero else 0
+
+
+class DelayedCheck:
+    """Of the pushes of one flat buffer on a device: one that was made is looked at once it was answered."""
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self._flats = list(buffer.tensors.values())
+        pinned = any(flat.is_cuda for flat in self._flats)
+        self._largest = [torch.zeros((), dtype=flat.dtype, pin_memory=pinned) for flat in self._flats]
+        self._done = torch.cuda.Event() if pinned else None
+        self._waiting = False
+
+    def start(self) -> None:
+        """Look at the flat buffer as it is now, on the current stream."""
+        for to, flat in zip(self._largest, self._flats, strict=True):
+            to.copy_(largest(flat), non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+        self._waiting = True
+
+    def take(self) -> bool:
+        """Was the push not finite that was looked at last? It must be answered. Asked again, it says False."""
+        waiting, self._waiting = self._waiting, False
+        if waiting and self._done is not None:
+            self._done.synchronize()  # it is there, if the push was answered
+        return waiting and not all(math.isfinite(found.item()) for found in self._largest)
+
+
+class OwnReport:
+    """Where there is no coordinator, a worker says itself, once, that its training goes wrong.
+
+    Args:
+        rank: Its rank.
+        params: What it trains.
+        circumstances: How it trains now.
+    """
+
+    def __init__(self, rank: int, params: Sequence[torch.Tensor], circumstances: Callable[[], Circumstances]) -> None:
+        self.rank, self.circumstances = rank, circumstances
+        self._params = list(params)
+        self._said = False
+
+    def not_finite(self, step: int, what: str) -> None:
+        """Say it, unless a gradient is so because the parameters are: then it began with another worker, or before."""
+        if what == "model" or all(bool(param.isfinite().all()) for param in self._params):
+            self.say(not_finite(self.rank, step, what), self.circumstances().advice_on_nonfinite)
+        self._said = True
+
+    def say(self, trouble: str, advice: str) -> None:
+        """Say what is wrong, if nothing was said before."""
+        if not self._said:
+            sys.stderr.write(f"polytempo: {goes_on(trouble, advice)}\n")
+            sys.stderr.flush()
+        self._said = True
+
+
+class FiniteWatch:
+    """Counts pushes of one optimizer that are not finite, or refuses them with the name of the parameter."""
+
+    def __init__(self, names: Sequence[str], rank: int, nonfinite: str, report: OwnReport | None = None) -> None:
+        """`report`: where there is no coordinator, which would name the first worker of the job."""
+        self._names, self._rank, self._nonfinite = names, rank, nonfinite
+        self._report = report
+        self.seen = 0
+        self._delayed: dict[int, DelayedCheck] = {}  # by flat buffer on a device
+
+    def take(self) -> bool:
+        """Were pushes not finite that a device has looked at, and were answered since?"""
+        found = sum([check.take() for check in self._delayed.values()])
+        self.seen += found
+        return found > 0
+
+    def check(self, buffer: FlatBuffer, step: int, rows_finite: bool = True, names: Sequence[str] = ()) -> bool:
+        """Is a number in it, or among the rows of tables, not finite? With `names` it holds values of these parameters. On a
+        device: was one in the push before, which must be answered?"""
+        if buffer.on_device and self._nonfinite != "refuse":
+            found = self.take()
+            if id(buffer) not in self._delayed:
+                self._delayed[id(buffer)] = DelayedCheck(buffer)
+            self._delayed[id(buffer)].start()
+            if found and self._report is not None:
+                self._report.not_finite(step - 1, "model" if names else "gradient")
+            return found
+        if buffer.is_finite(everything=self._nonfinite == "refuse") and rows_finite:
+            return False
+        self.seen += 1
+        if self._nonfinite == "refuse":
+            wrong = ((names or self._names)[index] for index, view in buffer.views.items() if not view.isfinite().all())
+            name = next(wrong, "a table")
+            raise UsageError(
+                f"worker {self._rank}, step {step}: {name} has a {'value' if names else 'gradient'} that is not finite; "
+                "lower the learning rate, clip, or count such gradients with nonfinite='count'"
+            )
+        if self._report is not None:
+            self._report.not_finite(step, "model" if names else "gradient")
+        return True
 
 
 @dataclass(frozen=True)
@@ -74,7 +270,7 @@ class PushEachStep(MachineUpdate):
     """What is common to the ways in which each step is a push. Its answer, or room for another one, is waited for with it:
     a server that this worker has to itself comes over to its core meanwhile."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool = True) -> None:
+    def __init__(self, wrapped: Wrapped, reducer: Exchange, machine: WorkerMachine, barrier: bool = True) -> None:
         super().__init__(machine, reducer)
         self._wrapped, self._barrier = wrapped, barrier
         self.start()
@@ -87,7 +283,6 @@ class PushEachStep(MachineUpdate):
         self._push(self._request)
 
     def step(self, request: StepRequest) -> Any:
-        self._reducer.take_answer()
         self._request, self._result = request, None
         self._tell(machines.COMPUTED)
         self._hear()
@@ -101,8 +296,11 @@ class PushEachStep(MachineUpdate):
 class PushGradient(PushEachStep):
     """The servers run the optimizer on the gradients; `barrier`: on their mean, which they clip."""
 
+    _reducer: ServerExchange
+
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer = self._wrapped, self._reducer
+        reducer.take_answer()  # that of the push before, where it was deferred: checks of this one count with it
         buffer: FlatBuffer | None = None
         measures, absent = request.measures, tuple[int, ...]()
         if not request.skip and (self._barrier or measures.samples):  # in a round others wait for a push of weight zero
@@ -117,14 +315,22 @@ class PushChange(PushEachStep):
     """The wrapped optimizer runs here, and the servers add the changes; `barrier`: they take the new values, which are the
     same on all workers, since all run on the agreed mean. `momentum` makes of a change what is pushed."""
 
+    _reducer: ServerExchange
+
     def __init__(
-        self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, barrier: bool, momentum: ChangeMomentum | None
+        self,
+        wrapped: Wrapped,
+        servers: ServerExchange,
+        machine: WorkerMachine,
+        barrier: bool,
+        momentum: ChangeMomentum | None,
     ) -> None:
-        super().__init__(wrapped, reducer, machine, barrier)
+        super().__init__(wrapped, servers, machine, barrier)
         self._momentum = momentum
 
     def _push(self, request: StepRequest) -> None:
         wrapped, reducer, measures = self._wrapped, self._reducer, request.measures
+        reducer.take_answer()
         skip = request.skip or (self._momentum is not None and not measures.samples)
         if self._barrier and not request.agreed:
             skip = reducer.agree(wrapped.hyper(), measures.samples, skip)
@@ -171,9 +377,9 @@ class PushChange(PushEachStep):
 class StepOnMean(PushEachStep):
     """Every worker runs the wrapped optimizer on the mean gradient."""
 
-    def __init__(self, wrapped: Wrapped, reducer: Reducer, machine: WorkerMachine, mean: GradientMean) -> None:
-        super().__init__(wrapped, reducer, machine)
-        self._mean = mean
+    def __init__(self, wrapped: Wrapped, peers: PeerExchange, machine: WorkerMachine) -> None:
+        self._peers, self._mean = peers, peers.mean
+        super().__init__(wrapped, peers, machine)
 
     def step(self, request: StepRequest) -> None:
         super().step(request)
@@ -188,7 +394,7 @@ class StepOnMean(PushEachStep):
 
     def join(self) -> None:
         with torch.no_grad():
-            while not self._reducer.join():
+            while not self._peers.join():
                 self._apply(agreed=False)
         self.start()  # at the step that all have come to
 
@@ -201,6 +407,23 @@ class StepOnMean(PushEachStep):
             wrapped.clip()
             step_unwrapped(wrapped.optimizer)
         self._reducer.copier.watch.record()
+
+
+class RuleAlone:
+    """A mode's own rule in a job of one without servers."""
+
+    def __init__(self, hyper: HyperParameters, optimizer: torch.optim.Optimizer) -> None:
+        self._hyper, self._optimizer = hyper, optimizer
+        pairs = zip(hyper.now(), optimizer.param_groups, strict=True)
+        groups = [{**own, "params": group["params"]} for own, group in pairs]
+        self._rule = AsuP(groups)
+
+    def step(self) -> None:
+        """With the hyper-parameters of now."""
+        for group, now in zip(self._rule.param_groups, self._hyper.now(), strict=True):
+            group.update(now)
+        self._rule.state = self._optimizer.state  # so that state_dict() has it, and load_state_dict() gives it
+        self._rule.step()
 
 
 class StepAlone(StepUpdate):

@@ -5,18 +5,15 @@
                 tried in another mode, too
 
 The ranks that take the steps together are all of the job, or a group. A group of one makes plain steps. Each step is still
-reported to the sequencer, for the budget (`step_clock.py`). In a replica of several ranks only the main group does so: its
+reported to the sequencer, for the budget (`step_reports.py`). In a replica of several ranks only the main group does so: its
 answers say when to stop, and the replica's ranks tell each other.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -26,7 +23,7 @@ from polytempo.mesh import ReplicaRanks
 from polytempo.optim.worker_momentum import known_name
 from polytempo.protocol.values import name_in_group
 from polytempo.records.lines import MAIN
-from polytempo.reducer.optimizer_spec import HyperParameters, SpecBuilder
+from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.session.session import Session
 from polytempo.sync.compatibility import Feature, check_features, conflict
 from polytempo.sync.mode import Mode
@@ -34,6 +31,7 @@ from polytempo.sync.momentum import MomentumForm, check_kept, check_spike, form_
 from polytempo.sync.spec import Spec, refused_of
 from polytempo.train.communication import Group
 from polytempo.train.sparse_embedding import SparseEmbeddingTable, sparse_embedding_tables
+from polytempo.train.update import HyperParameters
 
 #: Options with which torch's step refuses a model's parameters on the CPU, and does not refuse what servers hold.
 ON_SERVERS = ("capturable", "differentiable")
@@ -266,24 +264,6 @@ def check_choices(apply: str, via: str | None, buffers: str, clip_norm: float | 
             raise UsageError(f"expected {name} to be {' or '.join(known)}, got {given!r}{nearest(given, known)}")
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"expected clip_norm above 0, got {clip_norm}")
-
-
-def weight_of(samples: Any, zero: bool = True) -> float:
-    """The weight of a step as a float, from a number of any kind: Python's, NumPy's, or a tensor of one element.
-
-    Args:
-        samples: What the script gave.
-        zero: May it be 0?
-    """
-    is_flag = isinstance(samples, bool) or str(getattr(samples, "dtype", "")).endswith("bool")
-    number = math.nan
-    if not is_flag and not isinstance(samples, str | bytes):
-        with suppress(TypeError, ValueError, RuntimeError):  # not a number, or several
-            number = float(samples)
-    if not 0 <= number < math.inf or (number == 0 and not zero):
-        wanted = "a number, 0 or more" if zero else "a number above 0"
-        raise UsageError(f"expected samples to be {wanted}, got {samples!r}; give how many samples it is of, or nothing")
-    return number
 
 
 def reduces_among_workers(spec: Spec, via: str | None, session: Session, server_tables: bool) -> bool:

@@ -1,7 +1,22 @@
-"""`anytime` over all-reduce: a worker's rounds with other workers, with values that stay with each.
+"""How a worker takes part in rounds with deadlines (`sync/anytime.py`): over servers, or among workers.
+
+Two threads of a worker meet here. The script's thread adds up gradients of micro-batches; the communication thread of
+`train/deadline_rounds.py` hands the sum over and hears how the round ended, also while the script computes:
+
+    exchange    communication thread: this worker's part of a round goes out, and the answer is waited for
+    install     script's thread, inside `step()`: what rounds brought goes into the parameters, never under a backward
+
+Sums are made in flat buffers of the exchange's layout. A buffer that was handed over is left alone until `exchange` returns;
+so there are two, used in turn.
+
+**Over servers** (`ServerRounds`) these divide a round's sum by its divisor and run the optimizer (`server/shard.py`). An
+answer brings their values of now, however many rounds were missed: they are copied aside in the thread that takes the
+answer, and the newest are put into the parameters by the script's thread. Parameters on a GPU pass through the host.
+
+**Among workers** (`PeerRounds`) values stay with each:
 
     at the deadline  the sequencer hears of this worker's samples, closes the round, and names the workers in it
-    the mean         exactly these add up their sums, over the round's divisor (`reducer/round_sums.py`)
+    the mean         exactly these add up their sums, over the round's divisor (`reducer/deadline_peers.py`)
     the update       each runs the wrapped optimizer on the mean, with the ROUND's hyper-parameters, so all stay alike:
                      schedulers that are stepped by micro-batch may stand at different places on different workers
 
@@ -21,6 +36,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,21 +44,137 @@ from typing import Any
 
 import torch
 
-from polytempo.errors import PeerError
+from polytempo.client.client import BackgroundWait
+from polytempo.errors import JobEnded, PeerError, UsageError
 from polytempo.protocol.push import Measures, no_steps
 from polytempo.protocol.values import ClosedRound
+from polytempo.reducer.deadline_peers import DeadlinePeers, EndedRound
+from polytempo.reducer.exchange import Exchange, GradientMean, GroupValues
 from polytempo.reducer.flat_buffer import FlatBuffer
-from polytempo.reducer.peer_reducer import PeerReducer
-from polytempo.reducer.reducer import GradientMean, GroupValues
-from polytempo.reducer.round_exchange import RoundExchange
-from polytempo.reducer.round_sums import EndedRound
+from polytempo.reducer.servers import ServerExchange
+from polytempo.server.optimizer_state import as_tensor
 from polytempo.sync.directives import NextDeadline
 from polytempo.train.communication import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode_for_all
 from polytempo.train.update import Wrapped, step_unwrapped
+from polytempo.transport.buffer_pool import Pool
+from polytempo.transport.channel import Bytes
 
 #: Means of rounds that a worker keeps while its script computes.
 KEPT = 4
+
+
+class RoundExchange(ABC):
+    """The rounds of one optimizer.
+
+    Args:
+        reducer: The optimizer's exchange, with which this worker takes part in the job.
+    """
+
+    def __init__(self, reducer: Exchange) -> None:
+        self.reducer = reducer
+
+    @property
+    def has_room(self) -> bool:
+        """May this worker take part in another round before `install` is called? If not, it lets rounds pass without it,
+        and catches up."""
+        return True
+
+    @abstractmethod
+    def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
+        """The two flat buffers in which sums of gradients are made, in turn."""
+
+    @abstractmethod
+    def exchange(self, total: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int]) -> None:
+        """Take part in a round, and wait until it has ended. Called in the communication thread, once for each round.
+
+        Args:
+            total: The sum of `samples * gradient` over the micro-batches; it may be written to. None where there is none.
+            hyper: The hyper-parameters of all groups, as of the last micro-batch.
+            measures: Of all micro-batches; with None there are no samples.
+            absent: The indices of the parameters for which none has a gradient, ascending.
+
+        Raises:
+            PolytempoError: The job has ended or this worker was refused; the script's next `step()` raises it.
+        """
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """This worker leaves the job: no answer is waited for any more."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Bring the parameters to the values after the last round. Called in the script's thread, inside `step()`, where no
+        round is under way and at least one has ended since the last call."""
+
+    def look(self) -> None:
+        """Before a step, in the script's thread: `UsageError` where the script has written to parameters and may not."""
+
+    def reload(self) -> None:
+        """Put the newest values that were installed into the parameters again: the script has written to them. Called in the
+        script's thread."""
+
+    def close(self) -> None:
+        """No further round comes."""
+
+
+class ServerRounds(RoundExchange):
+    """The rounds of one optimizer whose values servers hold."""
+
+    def __init__(self, reducer: ServerExchange) -> None:
+        super().__init__(reducer)
+        self._server_reducer = reducer
+        self._wait = BackgroundWait(reducer.client, reducer.session.lock)
+        self._given_up = False
+        self._buffers = FlatBuffer(reducer.layout, reducer.client.pool), FlatBuffer(reducer.layout, reducer.client.pool)
+        self._newest = FlatBuffer(reducer.layout, Pool())  # values that were not installed yet
+        self._access = threading.Lock()  # one thread writes them, another reads
+        reducer.deliver_to(self._keep)
+
+    def buffers(self) -> tuple[FlatBuffer, FlatBuffer]:
+        return self._buffers
+
+    def exchange(self, total: FlatBuffer | None, hyper: GroupValues, measures: Measures, absent: Sequence[int]) -> None:
+        reducer = self._server_reducer
+        if total is not None:
+            views = list(total.views.values())
+            torch._foreach_div_(views, measures.samples)  # servers weigh means by samples
+        with torch.no_grad():
+            reducer.begin(total, hyper, measures, absent)
+            if not self._wait.for_release(reducer.client_state, reducer.step + 1, lambda: self._given_up):
+                raise JobEnded("this worker has left its job")
+            reducer.answered()
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+    def _keep(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
+        """Values of an answer, copied: their memory is received into again."""
+        layout = self._server_reducer.layout
+        with self._access, torch.no_grad():
+            for shard, buffers in parts.items():
+                for stretch, data in zip(layout.shards[shard], buffers, strict=True):
+                    flat = self._newest.tensors[stretch.dtype]
+                    flat[stretch.start : stretch.stop].copy_(as_tensor(data, stretch.dtype))
+
+    def install(self) -> None:
+        with self._access:
+            self._server_reducer.copier.scatter(dict(enumerate(self._newest.parts)))
+
+    def look(self) -> None:
+        watch = self._server_reducer.copier.watch
+        if watch.touched:
+            raise UsageError(
+                f"{watch.touched} was changed in place since the last step(), and in {self.reducer.spec.sync} the values of "
+                "each round are the servers'; change values before DistributedOptimizer(), or call consolidate() to "
+                "take the servers' again"
+            )
+
+    def reload(self) -> None:
+        reducer = self._server_reducer
+        newest = reducer.held.newest()
+        if newest is not None:
+            reducer.copier.scatter(newest)
 
 
 @dataclass(eq=False)
@@ -74,16 +206,15 @@ class PeerRounds(RoundExchange):
         wrapped: The script's optimizer, which runs here.
     """
 
-    reducer: PeerReducer
+    reducer: DeadlinePeers
 
-    def __init__(self, reducer: PeerReducer, wrapped: Wrapped) -> None:
+    def __init__(self, reducer: DeadlinePeers, wrapped: Wrapped) -> None:
         super().__init__(reducer)
         self._wrapped, self._rank = wrapped, reducer.session.rank
         self._installing = threading.Lock()  # values and optimizer state are changed, or copied
         self.pending: list[RoundMean | HandedState] = []  #: what `install` has yet to apply
         self._free: list[GradientMean] = []
         self._touched = ""  # a parameter that the script has written to, which the next round compares
-        reducer.given_up = lambda: self.given_up
 
     @property
     def has_room(self) -> bool:
@@ -110,6 +241,9 @@ class PeerRounds(RoundExchange):
                 measures.busy = busy
         self.reducer.took(time.perf_counter() - began)
 
+    def give_up(self) -> None:
+        self.reducer.given_up = True
+
     def _end(self, busy: bool) -> None:
         """A round has ended: make its mean, or take what this worker gets to catch up."""
         closed, starts = self.reducer.last_round, self.reducer.directive
@@ -134,7 +268,7 @@ class PeerRounds(RoundExchange):
 
     def _mean(self, closed: EndedRound, busy: bool) -> RoundMean | None:
         """The mean of the round; None where no worker had a sample."""
-        answer = self.reducer.answer
+        answer = self.reducer.client_state.answer
         if answer.touched:
             self._compare(closed, answer.touched, busy)
         if answer.skipped or not closed.divisor:
@@ -156,7 +290,7 @@ class PeerRounds(RoundExchange):
     def _compare(self, closed: EndedRound, name: str, busy: bool) -> None:
         """A script has written to parameters on some rank: refuse them if they are not the same on all. Workers that compute
         have yet to apply means."""
-        digest = bytes(8) if busy else hashlib.blake2b(self.reducer.digests(), digest_size=8).digest()
+        digest = bytes(8) if busy else hashlib.blake2b(self.reducer.copier.watch.digests(), digest_size=8).digest()
         found = self.reducer.round_groups.gather(bytes([not busy]) + digest, closed)
         self.reducer.copier.watch.check_alike({rank: data[1:] for rank, data in found.items() if data[0]}, name)
 

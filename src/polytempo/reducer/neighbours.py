@@ -1,6 +1,6 @@
 """Workers that keep models of their own and mix them with those of neighbours: `gossip` and `adpsgd`.
 
-Values go from worker to worker (`peer_messages.py`). The sequencer gets pushes without data, and its releases say with
+Values go from worker to worker (`model_mean.py`). The sequencer gets pushes without data, and its releases say with
 which workers the next step is to be mixed. All start from one worker's values, with push-sum weight 1.
 
 `consolidate()` asks all other workers for their values and shows the mean, weighted by push-sum weights (`model_mean.py`).
@@ -39,16 +39,28 @@ from collections.abc import Sequence
 
 import torch
 
+from polytempo.client.client_state import ClientState
 from polytempo.collectives.tasks import Task
 from polytempo.compression.chain import parse_chain
 from polytempo.errors import PeerError, UsageError
+from polytempo.protocol.layout import lay_out
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.model_mean import AVERAGE, FIRST_VALUES, FillMessage, MixingSum, ModelMean, ModelMessage
-from polytempo.reducer.peer_messages import NeighbourLinks, Sending
-from polytempo.reducer.reducer import GroupValues, Reducer, SequencerClient
-from polytempo.reducer.shared_memory_reducer import SlotAllocator
+from polytempo.reducer.coordination import SequencerClient
+from polytempo.reducer.copier import Copier
+from polytempo.reducer.exchange import Exchange, GroupValues, Traffic
+from polytempo.reducer.flat_buffer import FlatBuffer
+from polytempo.reducer.model_mean import (
+    AVERAGE,
+    FIRST_VALUES,
+    FillMessage,
+    MixingSum,
+    ModelMean,
+    ModelMessage,
+    NeighbourLinks,
+    Sending,
+)
+from polytempo.reducer.sums import SlotAllocator
 from polytempo.server.optimizer_state import Flats, as_bytes
 from polytempo.session.session import Session
 from polytempo.sync.directives import Mixing
@@ -56,11 +68,11 @@ from polytempo.sync.machine import AnswerPartner, Orders, Parted, Replied, Reque
 from polytempo.transport.buffer_pool import Pool
 
 
-class NeighbourReducer(Reducer):
+class NeighbourExchange(Exchange):
     """One optimizer of a worker with neighbours."""
 
     def __init__(self, session: Session, name: str, spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> None:
-        super().__init__(session, name, spec)
+        super().__init__(session, spec, ClientState(name), lay_out(spec.tensors, 1))
         if session.job.incarnation:
             raise UsageError(
                 f"worker {session.rank} comes back to a job of {spec.sync}, whose workers have made their links to each "
@@ -75,7 +87,7 @@ class NeighbourReducer(Reducer):
         self.step = self._clock.step
         self.copier = Copier(params, self.layout, Pool())
         self.weight = 1.0  #: the push-sum weight of this worker's values
-        self._start_from(self.answer.shares[0].worker)
+        self._start_from(self.client_state.answer.shares[0].worker)
 
     def new_message(self) -> ModelMessage:
         """Memory for a message between neighbours."""
@@ -86,7 +98,7 @@ class NeighbourReducer(Reducer):
         if rank == root:
             self.copier.gather(buffer, lambda param: param.detach())
             first.fill(buffer.tensors, 1.0)
-            others = [member for member in self.answer.members if member != rank]
+            others = [member for member in self.client_state.answer.members if member != rank]
             self.links.settle(self.links.send(first.data, others, FIRST_VALUES))
         elif self.links.receive(first.data, root, FIRST_VALUES):
             for dtype, flat in buffer.tensors.items():
@@ -107,8 +119,7 @@ class NeighbourReducer(Reducer):
     ) -> None:
         """Report a step; `skip`: it has changed nothing."""
         began = time.perf_counter()
-        self.copier.watch.touched = ""  # models differ: what a script writes to one is its own
-        self._clock.push(StepReport(hyper=hyper, skip=skip), measures, self.traffic())
+        self._clock.push(StepReport(hyper=hyper, skip=skip), measures, self._bytes_moved())
         self.waited = time.perf_counter() - began
 
     def finish(self) -> None:
@@ -120,6 +131,9 @@ class NeighbourReducer(Reducer):
 
     def agree(self, hyper: GroupValues, samples: float, skip: bool) -> bool:
         raise UsageError(f"{self.spec.sync} has no agreed gradient; clip before step() instead")
+
+    def take_writes(self, declared: bool = False) -> None:
+        self.copier.watch.touched = ""  # models differ: what a script writes to one is its own
 
     # The mean of all models.
 
@@ -135,7 +149,7 @@ class NeighbourReducer(Reducer):
         self.restore()
         self._kept, self._shown = (FlatBuffer(self.layout, Pool(), pinned=False) for _ in range(2))
         self.copier.gather(self._kept, lambda param: param.detach())
-        self.models.load(list(self.answer.members), self.step, self._shown)
+        self.models.load(list(self.client_state.answer.members), self.step, self._shown)
         self.copier.scatter({0: self._shown.parts[0]})
 
     @property
@@ -154,20 +168,20 @@ class NeighbourReducer(Reducer):
                 kept.views[index].add_(now).sub_(shown.views[index])
         self.copier.scatter({0: kept.parts[0]})
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes to and from neighbours, and to and from the sequencer."""
+    def _bytes_moved(self) -> tuple[int, int]:
+        """To and from neighbours, and to and from the sequencer."""
         sent, received = self.links.traffic()
         client = self._clock.client
         return sent + client.bytes_sent, received + client.bytes_received
 
-    def handed(self) -> int:
-        return self.links.traffic()[0]
+    def traffic(self) -> Traffic:
+        return Traffic(*self._bytes_moved(), self.links.traffic()[0], self.copier.device_bytes)
 
 
 class GossipExchange:
     """The exchange of one optimizer, step by step."""
 
-    def __init__(self, reducer: NeighbourReducer) -> None:
+    def __init__(self, reducer: NeighbourExchange) -> None:
         self._reducer, self._links = reducer, reducer.links
         self._out = reducer.new_message()
         self._in: dict[int, ModelMessage] = {}  # memory for what comes from each neighbour
@@ -273,7 +287,7 @@ class GossipExchange:
         if self._reducer.session.size > 1:
             self._gather()
             self._tell()
-            self._models.leave(list(self._reducer.answer.members), self._reducer.step)
+            self._models.leave(list(self._reducer.client_state.answer.members), self._reducer.step)
             self._models.service.stop()
 
 
@@ -281,7 +295,7 @@ class PairExchange:
     """The state of one worker, and its averages with others. The mark of a request is the step of the asker, under whose
     number it is answered; the mark of an answer says whether it was granted."""
 
-    def __init__(self, reducer: NeighbourReducer, machine: WorkerMachine) -> None:
+    def __init__(self, reducer: NeighbourExchange, machine: WorkerMachine) -> None:
         self._reducer, self._links, self._machine = reducer, reducer.links, machine
         self._partner: int | None = None  # that was asked, and is waited for
         self._taken = False  # was its reply taken, for another worker that wanted to know this one's values?
@@ -387,5 +401,7 @@ class PairExchange:
         """Finish what was asked, and hand this worker's values over: it has finished."""
         self.finish()
         with self._answering:  # replies that were begun are on their way
-            self._models.leave(list(self._reducer.answer.members), steps=0)  # steps of different workers have no order
+            self._models.leave(
+                list(self._reducer.client_state.answer.members), steps=0
+            )  # steps of different workers have no order
         self._models.service.stop()

@@ -1,16 +1,21 @@
 """Parameter servers: gradients (or changes of values) are pushed, and the servers' new values are pulled.
 
 The servers hold the values and, with apply="server", the optimizer's state. A push goes through the push compression, and
-may have been sent in part while backward ran (`partial_push.py`); its answer has the new values, maybe as compressed
-differences. `agree` needs a clock of its own, beside that of the steps: a second reducer that only averages gradients.
+may have been sent in part while backward ran (`pushes.py`); its answer has the new values, maybe as compressed
+differences. `agree` needs a clock of its own, beside that of the steps: a second exchange that only averages gradients.
+
+Push compression: what is sent of a push goes through a chain with its residual for each segment of each shard. Chains lie
+where gradients are when they are pushed: for parameters on a GPU there, in the twin of the flat buffer (`device_moves.py`).
+Then only the encoded bytes are copied to the host, together.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -18,7 +23,7 @@ import torch
 from polytempo.client.client import Client
 from polytempo.client.client_state import ClientState, Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
-from polytempo.compression.chain import parse_chain
+from polytempo.compression.chain import CPU, ChainSpec, CompressionChain, parse_chain
 from polytempo.device.device import Device
 from polytempo.device.pinned_memory import pinned_bytes
 from polytempo.errors import UsageError
@@ -27,105 +32,200 @@ from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Keep, Push, ReadAnswer
 from polytempo.protocol.push import FirstValues, Measures, NewState, NewValues, PushedChange, PushedGradient, PushedValues
 from polytempo.protocol.values import OptimizerSpec, PushId
-from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, GpuBuckets, device_of
-from polytempo.reducer.flat_buffer import Copier, FlatBuffer
-from polytempo.reducer.gradient_hooks import GradientHooks, tell_completion
-from polytempo.reducer.partial_push import PartialPushes
-from polytempo.reducer.push_filters import PushFilters
-from polytempo.reducer.reducer import GroupValues, Reducer
-from polytempo.server.optimizer_state import SegmentState, digest_of_bytes, is_whole, pack, unpack
+from polytempo.reducer.copier import Copier
+from polytempo.reducer.device_exchange import IN_HOST_MEMORY, DeviceExchange, device_of
+from polytempo.reducer.device_moves import HostStaging
+from polytempo.reducer.exchange import Exchange, GroupValues, Traffic
+from polytempo.reducer.flat_buffer import FlatBuffer, GradientHooks, tell_completion
+from polytempo.reducer.pushes import GpuBuckets, OwnPushes, PartialPushes
+from polytempo.server.optimizer_state import SegmentState, as_tensor, digest_of_bytes, is_whole, pack, unpack
 from polytempo.server.pull_compression import Shadow
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
 from polytempo.sync.capabilities import PushedWork
-from polytempo.sync.spec import Spec
 from polytempo.transport.channel import Bytes
 
 
+@dataclass
 class ValueTaker:
-    """Takes the values of answers. The client holds on to it, and not by it to a reducer that the script has dropped."""
+    """Takes what answers bring. The client holds on to it, and not by it to an exchange that the script has dropped."""
 
-    def __init__(self, copier: Copier) -> None:
-        self.install: Callable[[dict[int, list[Bytes]]], None] = copier.scatter  #: where they go
-        self.land: Callable[[], None] = copier.land  #: and where they go from the device's landing
+    install: Callable[[dict[int, list[Bytes]], Sequence[int]], None]  #: where values go; the parameters without a gradient
+    land: Callable[[], None]  #: where they go from the device's landing
 
     def __call__(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        self.install(parts)
+        self.install(parts, absent)
 
 
-class OwnPushes:
-    """A worker's own pushes that the values it has read lack, added to these values: `delay:k` with momentum at the worker.
+#: Encoded tensors start at multiples of this in host memory.
+ALIGNMENT = 64
 
-    While several pushes are in flight, an answer has the values of some pushes ago. A worker that computed on them as they
-    are would make the step that it has made already, once for each push in flight. So it computes on what it has read plus
-    what is under way. It knows its own pushes; the other n - 1 workers have as many under way, which it takes to be like its
-    own:
 
-        answer to push 0 --> values --> + n times push 1 and push 2 --> gradient 3    (these are not answered yet)
-
-    With 4 workers and 4 pushes of each really in flight, digits at the rate and momentum of bsp end at 11 % without this, at
-    14 % with its own pushes alone, and at 97 % like this, as bsp does.
+class PushFilters:
+    """The chains of one optimizer.
 
     Args:
-        copier: Of its parameters; it has a flat buffer for each push in flight, and one for the next.
-        layout: The group of each parameter.
-        spec: The mode.
-        members: The ranks that may push.
-        departed: Those that are known not to, any more; it may grow.
-        state: This worker's, of the optimizer: which pushes are unanswered.
-        changes: Are changes pushed? Otherwise gradients are.
+        spec: What to do.
+        layout: The segments of each shard.
+        staging: Of parameters on a GPU, which has all of them; None where gradients are pushed from the CPU.
     """
 
-    def __init__(
-        self,
-        copier: Copier,
-        layout: Layout,
-        spec: Spec,
-        members: Collection[int],
-        departed: Container[int],
-        state: ClientState,
-        changes: bool,
-    ) -> None:
-        self._copier, self._spec, self._state, self._changes = copier, spec, state, changes
-        self._members, self._departed = members, departed
-        self._groups = {place.index: place.info.group for place in layout.places}
-        self._sent: dict[int, tuple[dict[int, torch.Tensor], list[float]]] = {}  # by step, with a factor for each group
+    def __init__(self, spec: ChainSpec, layout: Layout, staging: HostStaging | None = None) -> None:
+        self._layout, self._staging = layout, staging
+        self._chains: list[list[CompressionChain]] = []
+        place = CPU if staging is None else staging.place
+        if not spec.is_lossless:
+            self._chains = [[spec.new(s.size, getattr(torch, s.dtype), place) for s in shard] for shard in layout.shards]
 
-    def taken(self, buffer: FlatBuffer) -> dict[int, torch.Tensor]:
-        """What is about to be pushed, of each parameter, where it lies: in the flat buffer, which is this push's until it is
-        answered, or a copy on the GPU, whose staging the next answer passes through."""
-        staging = self._copier.staging
-        staged = {} if staging is None else {index: staging.views[index].clone() for index in staging.staged}
-        return buffer.views | staged
+    @property
+    def on_device(self) -> bool:
+        """Are gradients needed on the GPU, and not on the host?"""
+        return bool(self._chains) and self._staging is not None
 
-    def sent(self, step: int, push: dict[int, torch.Tensor], hyper: GroupValues) -> None:
-        """This push was sent. If it is not answered yet, the values go on from it."""
-        if step not in self._state.outstanding:
-            return
-        # Its rate, with the pushes of others that are under way beside it. Its staleness is not known yet; it is taken to be
-        # that of the last push that was answered.
-        workers = sum(rank not in self._departed for rank in self._members)
-        rate = self._spec.own_push_rate(workers) * self._spec.corrections.verdict(self._state.staleness).rate
-        factors = [rate if self._changes else -rate * float(group["lr"]) for group in hyper]
-        self._sent[step] = push, factors
-        self._add(push, factors)
-        self._copier.watch.record()
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of residuals on the GPU."""
+        return sum(chain.residual_bytes for chains in self._chains for chain in chains) if self.on_device else 0
 
-    def install(self, parts: dict[int, list[Bytes]]) -> None:
-        """New values have come, which have all pushes but those that are not answered."""
-        self._copier.scatter(parts)
-        self._sent = {step: push for step, push in self._sent.items() if step in self._state.outstanding}
-        for _, (push, factors) in sorted(self._sent.items()):
-            self._add(push, factors)
-        self._copier.watch.record()
+    def of(self, buffer: FlatBuffer) -> list[list[Bytes]]:
+        """What is sent of a push, for each shard."""
+        if not self._chains:
+            return buffer.parts
+        inputs = (self._inputs(shard, buffer) for shard in range(len(buffer.parts)))
+        if self._staging is None:
+            return [[data for chain, values in of_shard for data in chain.encode(values)] for of_shard in inputs]
+        encoded = [[part for chain, values in of_shard for part in chain.encode_tensors(values)] for of_shard in inputs]
+        return fetched(encoded, self._staging)
 
-    def _add(self, push: dict[int, torch.Tensor], factors: list[float]) -> None:
-        with torch.no_grad():
-            for index, param in enumerate(self._copier.params):
-                param.add_(push[index].to(param.device), alpha=factors[self._groups[index]])
+    def _inputs(self, shard: int, buffer: FlatBuffer) -> list[tuple[CompressionChain, torch.Tensor]]:
+        inputs = []
+        for chain, data, s in zip(self._chains[shard], buffer.parts[shard], self._layout.shards[shard], strict=True):
+            if self._staging is not None and buffer.in_twin:
+                inputs.append((chain, self._staging.twin[s.dtype][s.start : s.stop]))
+                continue
+            values = as_tensor(data, s.dtype)
+            inputs.append((chain, values if self._staging is None else values.to(self._staging.place)))
+        return inputs
+
+    # The residual of the whole model, in its flat order, so that any number of servers can go on with it.
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What was produced and not sent yet, by dtype; empty without a lossy filter."""
+        if not self._chains:
+            return {}
+        whole = {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in self._layout.sizes.items()}
+        for shard, stretches in enumerate(self._layout.shards):
+            for chain, s in zip(self._chains[shard], stretches, strict=True):
+                residual = chain.residual
+                whole[s.dtype] = whole[s.dtype].to(residual.dtype)
+                whole[s.dtype][s.start : s.stop] = residual
+        return whole
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a state."""
+        for shard, stretches in enumerate(self._layout.shards if self._chains and state else ()):
+            for chain, s in zip(self._chains[shard], stretches, strict=True):
+                chain.load({"residual": state[s.dtype][s.start : s.stop].to(chain.form.wide)})
 
 
-class ServerReducer(Reducer):
+def fetched(encoded: Sequence[Sequence[torch.Tensor]], staging: HostStaging) -> list[list[Bytes]]:
+    """The bytes of tensors on a GPU, in one block of pinned memory that is theirs."""
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for parts in encoded for part in parts]
+    block: Bytes = torch.empty(sum(sizes), dtype=torch.uint8).numpy() if staging.pins is None else pinned_bytes(sum(sizes))
+    result: list[list[Bytes]] = []
+    start = 0
+    staging.copies.follow()
+    for parts in encoded:
+        result.append([])
+        for part in parts:
+            data = block[start : start + part.nbytes]
+            start += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+            result[-1].append(data)
+            if part.nbytes:
+                staging.copies.copy(torch.from_numpy(data), part.view(torch.uint8))
+    staging.copies.mark().wait()
+    return result
+
+
+class HeldByServers:
+    """What servers hold of one optimizer: read, or replaced, beside the steps of this worker."""
+
+    def __init__(self, session: Session, client: Client, state: ClientState, rows: RowTraffic) -> None:
+        self._session, self._client, self._state, self._rows = session, client, state, rows
+        self._pushes = -1  # numbers of pushes beside the steps
+
+    def newest(self) -> dict[int, list[Bytes]] | None:
+        """The values of now, one list of buffers for each shard; pushes that are not answered stay so.
+
+        Returns:
+            None where newer values have come meanwhile, with an answer.
+        """
+        with self._session.lock:
+            answers = self._client.read(self._state.name, "params")
+        version, state = answers[0][0].version, self._state
+        if version < state.version:
+            return None
+        state.version = version
+        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
+
+    def values(self) -> dict[int, list[Bytes]]:
+        """The values when all pushes are answered."""
+        answers = self._read("params")
+        self._state.version = answers[0][0].version
+        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
+
+    def _read(self, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
+        """From all shards, at one place of the log."""
+        with self._session.lock:
+            self._client.settle(self._state.name)
+            return self._client.read(self._state.name, what)
+
+    def segments(self, what: str = "state") -> list[SegmentState]:
+        """State of the optimizer on the servers; "saved state": of the script's optimizer, that servers kept in the job of
+        the checkpoint, and workers go on with; "filters": what push compression had held back in that job."""
+        return [segment for answer, buffers in self._read(what) for segment in unpack(answer.state, buffers)]
+
+    def load_state(self, state: Sequence[SegmentState]) -> None:
+        """Replace the optimizer's state on the servers."""
+        packed, buffers = pack(state)
+        body = NewState(state=packed, digest=digest_of_bytes(buffers, packed))
+        self.push_beside(body, [buffers] * self._client.shards)
+
+    def push_beside(self, body: NewState | NewValues, parts: list[list[Bytes]]) -> None:
+        """A push beside the steps, and its answer."""
+        self._pushes -= 1
+        push = Push(id=PushId(self._state.name, self._client.rank, self._client.incarnation, self._pushes), body=body)
+        with self._session.lock:
+            self._client.settle(self._state.name)
+            self._client.push(Outstanding(push, parts))
+            self._client.settle(self._state.name)
+
+    def row_source(self, table: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that reads rows of a table."""
+
+        def pull(ids: torch.Tensor) -> torch.Tensor:
+            with self._session.lock, self._client.together():
+                return self._rows.pulled(table, *self._rows.ask(table, ids))
+
+        return pull
+
+
+@dataclass(frozen=True)
+class PushedParts:
+    """What belongs to the pushes of an optimizer beside its parameters."""
+
+    hooked: bool = False  #: gradients are copied into the flat buffer by hooks, while backward runs
+    state: Sequence[SegmentState] = ()  #: the optimizer's, that the job starts from, if this worker is asked
+    tables: Sequence[WorkerTable] = ()  #: their rows travel with the pushes
+    mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None  #: what `agree` averages: tables' parameters, too
+    momentum: GradientMomentum | None = None  #: of this worker: pushes are made of it and the gradients, which stay
+
+
+#: Where values are pushed.
+VALUES = PushedParts()
+
+
+class ServerExchange(Exchange):
     """Reduces the gradients of one optimizer on parameter servers.
 
     Args:
@@ -133,15 +233,9 @@ class ServerReducer(Reducer):
         name: The optimizer's name in the job.
         spec: What the servers must know of it.
         params: The parameters whose values travel densely.
-        state: The optimizer's state that the job starts from, if this worker is asked.
-        hooked: Copy gradients into the flat buffer by hooks, while backward runs.
-        tables: Tables whose rows travel with the pushes.
-        mean: Spec and parameters of the reducer that averages for `agree`: all parameters, those of tables too.
-        beside: The reducer for whose `agree` this one averages.
-        momentum: Of this worker: what is pushed is made of it and the gradients, which stay what they are.
+        parts: What belongs to its pushes beside these.
+        beside: The exchange for whose `agree` this one averages.
     """
-
-    on_servers = True
 
     def __init__(
         self,
@@ -149,19 +243,16 @@ class ServerReducer(Reducer):
         name: str,
         spec: OptimizerSpec,
         params: Sequence[torch.Tensor],
-        state: Sequence[SegmentState] = (),
-        hooked: bool = False,
-        tables: Sequence[WorkerTable] = (),
-        mean: tuple[OptimizerSpec, Sequence[torch.Tensor]] | None = None,
-        beside: ServerReducer | None = None,
-        momentum: GradientMomentum | None = None,
+        parts: PushedParts = VALUES,
+        beside: ServerExchange | None = None,
     ) -> None:
         assert session.client is not None
         self.client: Client = session.client
-        sync, mode = spec.parsed, spec.parsed.capabilities
+        sync, mode, hooked, momentum = spec.parsed, spec.parsed.capabilities, parts.hooked, parts.momentum
         device = device_of(session.devices, self.client, sync, spec, params)
         spec = spec if device is None else msgspec.structs.replace(spec, device="cuda")
-        super().__init__(session, name, spec, lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer)))
+        layout = lay_out(spec.tensors, self.client.shards, is_whole(spec.optimizer))
+        super().__init__(session, spec, ClientState(name, ahead=mode.ahead), layout)
         self._ahead = self.client_state.ahead  # pushes of this worker that may be under way while it computes the next
         self._fetches = mode.fetches  # values are this worker's own between two fetches
         self._common = mode.common
@@ -169,7 +260,7 @@ class ServerReducer(Reducer):
         self._next_is_told = averages or mode.averages or mode.by_speed  # the answer says what follows
         # Where models are averaged, what servers keep is the state of the outer step, and not of the script's optimizer.
         self.holds_state = spec.apply == "server" and momentum is None and not mode.averages
-        self.pulls = True  #: shall answers bring the dense values?
+        self._pulls = True  # shall answers bring the dense values?
         self.own = 0  #: pushes of this worker since the version that the next one is made on
         changes, replaces = spec.apply == "delta", mode.rounds or mode.averages
         self._content = PushedGradient if not changes else PushedValues if replaces else PushedChange
@@ -178,47 +269,54 @@ class ServerReducer(Reducer):
         self._compares = not averages and not mode.averages  # what is written inside a block is this worker's own progress
         self._exchange: DeviceExchange | None = None  # where values stay on a device
         self.copier = self._new_copier(params, device, beside)
-        self.taker = ValueTaker(self.copier)
+        self._taker = ValueTaker(self.copier.scatter_gradients if averages else self.copier.scatter, self.copier.land)
         self._own: OwnPushes | None = None
         if self._ahead and sync.worker_momentum:
             members, departed = spec.members or range(session.size), self.client.departed
             self._own = OwnPushes(self.copier, self.layout, sync, members, departed, self.client_state, changes)
-            self.taker.install = self._own.install
+            self.deliver_to(self._own.install)
         machine = sync.machine(session.rank)
         if self._ahead or machine.parts > 1 or machine.overlaps or (mode.averages and not mode.rounds):
             self.client.exchanges.overlap()
         elif not shares_memory and mode.work is not PushedWork.DEADLINE:  # else values pass through while an answer comes
             self.client.exchanges.lend(self.copier.next_buffer().parts)
-        self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
-        self.rows = RowTraffic(self.client, name, tables)
+        self._before_read: Callable[[], None] = lambda: None  # pushes what the values read must contain
+        self.rows = RowTraffic(self.client, name, parts.tables)
+        self._travels = self.client.pool.registry is None  # bytes must, and do not lie where the servers read them
         staging = self.copier.staging
         self.filters = PushFilters(
             parse_chain(spec.push_filter), self.layout, None if staging is None or staging.others else staging
         )
-        if staging is not None and staging.pins is not None and self.client.pool.registry is None:
+        if staging is not None and staging.pins is not None and self._travels:
             self.client.pool.make = pinned_bytes  # answers are received into memory that the GPU reads
         self._shadow = Shadow(parse_chain(spec.pull_filter), self.layout.shards, overlap=bool(self._ahead))
-        self._loads = -1  # numbers of pushes beside the steps
+        self.held = HeldByServers(session, self.client, self.client_state, self.rows)
         self._sent: FlatBuffer | None = None  # values that replace the servers', once there were some
-        self._mean_of = mean
-        self._agreement: ServerReducer | None = None  # averages for `agree`, once that was called
+        self._mean_of = parts.mean
+        self._agreement: ServerExchange | None = None  # averages for `agree`, once that was called
         #: Do all workers stand at the same place between two steps, so that a change of values has one meaning?
         one_place = mode.common or (session.size == 1 and not self._ahead and not mode.fetches)
         self._carries = one_place and not spec.pull_filter
-        self._initial_state = state
-        self._register()
+        self._initial_state = parts.state
+        self.client_state.take_rows = self.rows.take
+        self.client_state.take = self._take_difference if spec.pull_filter else self._taker
+        with session.lock:
+            self.client.register(name, spec, self._seed, self.client_state)
+        self.step = self.client_state.released - self._ahead
+        if self.step and spec.push_filter:  # the job may continue from a checkpoint
+            self.filters.load({segment.dtype: segment.state["residual"] for segment in self.held.segments("filters")})
         if device is not None:
             self._share(device, params)
         self.hooks = None
-        fills = momentum is None or (self.client.pool.registry is None and not self.copier.on_gpu)
+        fills = momentum is None or (self._travels and not self.copier.on_gpu)
         if hooked and not self._ahead and self._exchange is None and fills:
             # Gradients live in what is pushed itself, or in memory of their own, where something else is made of them.
             lives = self.copier.next_buffer() if momentum is None else FlatBuffer(self.layout, self.client.pool)
-            self.hooks = GradientHooks(params, lives)
+            self.hooks = GradientHooks(params, lives, self.complete if self._travels and staging is None else None)
         self._partial = self._partial_pushes()
 
     def _new_copier(
-        self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerReducer | None = None
+        self, params: Sequence[torch.Tensor], device: Device | None, beside: ServerExchange | None = None
     ) -> Copier:
         memory = self.client.pool if device is None else device
         other = None if beside is None else beside.copier
@@ -237,24 +335,25 @@ class ServerReducer(Reducer):
             self.session.told.add(refusal)
             sys.stderr.write(f"polytempo: rank {self.session.rank} exchanges through the CPU: {refusal}\n")
         self.copier = self._new_copier(params, None)
-        self.taker = ValueTaker(self.copier)
-        self._use_copier()
+        self.deliver_to(
+            self.copier.scatter_gradients if self.spec.apply == "mean" else self.copier.scatter, self.copier.land
+        )
 
-    def _use_copier(self) -> None:
-        answered = self.client_state
-        answered.take = self.copier.scatter_gradients if self.spec.apply == "mean" else self.taker
-        if self.spec.pull_filter:
-            answered.take = self._take_difference
+    def deliver_to(
+        self, install: Callable[[dict[int, list[Bytes]], Sequence[int]], None], land: Callable[[], None] | None = None
+    ) -> None:
+        """Have answers bring their values elsewhere than to the parameters.
 
-    def _register(self) -> None:
-        answered = self.client_state
-        answered.take_rows = self.rows.take
-        self._use_copier()
-        with self.session.lock:
-            self.client.register(self.name, self.spec, self._seed, answered)
-        self.step = answered.released - self._ahead
-        if self.step and self.spec.push_filter:  # the job may continue from a checkpoint
-            self.filters.load({segment.dtype: segment.state["residual"] for segment in self._read_segments("filters")})
+        Args:
+            install: Takes the buffers of each shard, and the parameters without a gradient.
+            land: Takes what has come into the landing on a device.
+        """
+        self._taker.install, self._taker.land = install, land or self._taker.land
+
+    def fetch_apart(self, flush: Callable[[], None]) -> None:
+        """From now on answers bring no values: these are read apart. `flush` pushes what they must contain by then."""
+        self._pulls, self._before_read = False, flush
+        self.deliver_to(lambda parts, absent: None)
 
     def _seed(self) -> tuple[FirstValues, list[list[Bytes]]]:
         """What the job starts from, when this worker is asked: its values, and the optimizer's state if it has some."""
@@ -267,11 +366,10 @@ class ServerReducer(Reducer):
 
     def _partial_pushes(self) -> PartialPushes | None:
         """Where bytes must travel, buckets are sent while backward runs."""
-        if self.hooks is None or self.client.pool.registry is not None:
+        if self.hooks is None or not self._travels:
             return None
         buffer, staging = self.copier.next_buffer(), self.copier.staging
         if staging is None:
-            self.hooks.on_complete = self.complete
             return PartialPushes(self.client, self.layout, buffer, self.hooks.indices, self._identity)
         if staging.others or self.filters.on_device or self._momentum is not None:
             return None
@@ -339,7 +437,7 @@ class ServerReducer(Reducer):
                 hyper=hyper,
                 absent=tuple(absent),
                 skip=skip,
-                values=self.pulls,
+                values=self._pulls,
                 fence=self._exchange.pushed() if self._exchange is not None else 0,
             ),
         )
@@ -364,11 +462,12 @@ class ServerReducer(Reducer):
             self.take_answer()
         self._exchange.wait()
         if self.spec.apply == "mean":
-            self.copier.assign_gradients(self.copier.landing.views, self.answer.absent)
+            self.copier.assign_gradients(self.copier.landing.views, self.client_state.answer.absent)
         else:
-            self.taker.land()
+            self._taker.land()
 
     def take_answer(self) -> None:
+        """Take the answer to the last push, where that was deferred (`device_exchange.py`)."""
         if self.client_state.deferred:
             self._hear()
             self.client_state.deferred = False
@@ -392,13 +491,6 @@ class ServerReducer(Reducer):
                 self.client.send_partial(0, Keep(optimizer_id=self.name, checkpoint=name, state=state), buffers)
         self.step = self.step + 1 if self._ahead else self.client_state.released
 
-    @property
-    def device_bytes(self) -> int:
-        agreement = self._agreement
-        shared = agreement is None or agreement.copier.landing is self.copier.landing
-        own = super().device_bytes + self.filters.device_bytes + (self._partial.device_bytes if self._partial else 0)
-        return own + (0 if shared or agreement is None else agreement.device_bytes)
-
     def settle_values(self) -> None:
         """Wait, on the host, until the values of the last answer are in this worker's memory: then servers may go."""
         self.take_answer()
@@ -409,8 +501,10 @@ class ServerReducer(Reducer):
         if self._agreement is None:
             assert self._mean_of is not None
             spec, params = self._mean_of
-            hooked = self.spec.apply == "delta"  # else the gradients live in this reducer's buffer
-            self._agreement = ServerReducer(self.session, f"{self.name}/mean", spec, params, hooked=hooked, beside=self)
+            hooked = self.spec.apply == "delta"  # else the gradients live in this exchange's buffer
+            self._agreement = ServerExchange(
+                self.session, f"{self.name}/mean", spec, params, PushedParts(hooked), beside=self
+            )
             self._agreement.set_sending(self.sending)
         mean = self._agreement
         mean.renew()
@@ -419,33 +513,46 @@ class ServerReducer(Reducer):
         return mean.client_state.skipped
 
     def _take_difference(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
-        self.taker.install(self._shadow.hear(parts, self.answer.filtered, self.answer.exchange))
+        answer = self.client_state.answer
+        self._taker.install(self._shadow.hear(parts, answer.filtered, answer.exchange), absent)
 
     def set_sending(self, sending: bool) -> None:
         super().set_sending(sending)
         if self._agreement is not None:
             self._agreement.set_sending(sending)
 
-    def traffic(self) -> tuple[int, int]:
-        return self.client.bytes_sent, self.client.bytes_received
+    def traffic(self) -> Traffic:
+        sent, received, agreement = self.client.bytes_sent, self.client.bytes_received, self._agreement
+        on_device = (
+            self.copier.device_bytes + self.filters.device_bytes + (self._partial.device_bytes if self._partial else 0)
+        )
+        if agreement is not None and agreement.copier.landing is not self.copier.landing:  # else the memory serves both
+            on_device += agreement.traffic().device_bytes
+        return Traffic(sent, received, sent + received, on_device)
 
     # Values that the script has changed.
 
-    def carry_changes(self) -> None:
-        """Send to the servers what the script has written since the last step, where all workers stand at one place; refuse
-        it where its meaning is not defined."""
+    def take_writes(self, declared: bool = False) -> None:
+        """Send them to the servers where all workers stand at one place; refuse them where their meaning is not defined."""
         watch = self.copier.watch
-        if not watch.touched:
+        if not (declared or watch.touched):
             return
-        if self._carries:
+        why = "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
+        if self._fetches:
+            why = "values are this worker's own between fetches"
+        if declared and why:
+            raise UsageError(
+                f"push_parameters() is not possible in this job: {why}; change values before DistributedOptimizer()"
+            )
+        if declared or self._carries:
             self._send_values()
             return
         same = False  # are the values the servers' after all?
         if not (self._ahead or self._fetches):  # answers to pushes under way may have hidden a change
             with self.session.lock:
-                same = self.copier.holds(self._read_parts())
+                same = self.copier.holds(self.held.values())
         if not same:
-            why, alone = self._why_not_sent(), "a change by one worker is not the job's"
+            alone = "a change by one worker is not the job's"
             how = "" if why else "call optimizer.push_parameters() after it to make it the job's, or "
             raise UsageError(
                 f"{watch.touched} was changed in place since the last step(), and in {self.spec.sync} {why or alone}; {how}"
@@ -453,25 +560,12 @@ class ServerReducer(Reducer):
             )
         watch.touched = ""
 
-    def _why_not_sent(self) -> str:
-        if self._fetches:
-            return "values are this worker's own between fetches"
-        return "answers are compressed: differences to what each worker was sent" if self.spec.pull_filter else ""
-
-    def push_values(self) -> None:
-        why = self._why_not_sent()
-        if why:
-            raise UsageError(
-                f"push_parameters() is not possible in this job: {why}; change values before DistributedOptimizer()"
-            )
-        self._send_values()
-
     def _send_values(self) -> None:
         if self._sent is None:
             self._sent = FlatBuffer(self.layout, self.client.pool, pinned=False)
         self.copier.gather(self._sent, lambda param: param.detach())
         digest = digest_of_bytes(data for part in self._sent.parts for data in part)
-        self._push_beside(NewValues(touched=self.copier.watch.touched, digest=digest), self._sent.parts)
+        self.held.push_beside(NewValues(touched=self.copier.watch.touched, digest=digest), self._sent.parts)
         self.copier.watch.touched = ""
         self.copier.watch.record()
         self.take_answer()
@@ -483,76 +577,15 @@ class ServerReducer(Reducer):
     def read_values(self) -> None:
         self.renew(compare=self._carries)
         if self._carries:
-            self.carry_changes()
-        self.before_read()
+            self.take_writes()
+        self._before_read()
         if self.client.companion is not None:
             self.client.companion.release()  # reading values means that this worker pauses its steps
         with self.session.lock:
             self.client.settle(self.name)
             if not self._carries:
-                self.copier.scatter(self._read_parts())
+                self.copier.scatter(self.held.values())
             # Else they are here: the job's cannot move without this worker. What the servers have may be what another
             # worker's script made of them for the next step, before this one's script does the same.
             self.rows.read_mirrored()
         self.copier.watch.touched = ""
-
-    def newest(self) -> dict[int, list[Bytes]] | None:
-        """The servers' values of now, one list of buffers for each shard; pushes that are not answered stay so.
-
-        Returns:
-            None where newer values have come meanwhile, with an answer.
-        """
-        with self.session.lock:
-            answers = self.client.read(self.name, "params")
-        version, state = answers[0][0].version, self.client_state
-        if version < state.version:
-            return None
-        state.version = version
-        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
-
-    def _read_parts(self) -> dict[int, list[Bytes]]:
-        answers = self._read("params")
-        self.client_state.version = answers[0][0].version
-        return {shard: buffers for shard, (_, buffers) in enumerate(answers)}
-
-    def _read(self, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
-        """From all shards, at one place of the log."""
-        with self.session.lock:
-            self.client.settle(self.name)
-            return self.client.read(self.name, what)
-
-    def _read_segments(self, what: str) -> list[SegmentState]:
-        return [segment for answer, buffers in self._read(what) for segment in unpack(answer.state, buffers)]
-
-    def read_state(self) -> list[SegmentState]:
-        return self._read_segments("state")
-
-    def saved_state(self) -> list[SegmentState]:
-        """State of the script's optimizer that servers kept in the job of the checkpoint, and workers go on with."""
-        return self._read_segments("saved state")
-
-    def load_state(self, state: Sequence[SegmentState]) -> None:
-        packed, buffers = pack(state)
-        self._push_beside(NewState(state=packed, digest=digest_of_bytes(buffers, packed)), [buffers] * self.client.shards)
-
-    def _push_beside(self, body: NewState | NewValues, parts: list[list[Bytes]]) -> None:
-        """A push beside the steps, and its answer."""
-        self._loads -= 1
-        push = Push(id=PushId(self.name, self.client.rank, self.client.incarnation, self._loads), body=body)
-        with self.session.lock:
-            self.client.settle(self.name)
-            self.client.push(Outstanding(push, parts))
-            self.client.settle(self.name)
-
-    def residual(self) -> dict[str, torch.Tensor]:
-        return self.filters.state()
-
-    def load_residual(self, residual: dict[str, torch.Tensor]) -> None:
-        self.filters.load(residual)
-
-    def row_source(self, table: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def pull(ids: torch.Tensor) -> torch.Tensor:
-            with self.session.lock, self.client.together():
-                return self.rows.pulled(table, *self.rows.ask(table, ids))
-
-        return pull
