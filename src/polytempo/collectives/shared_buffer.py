@@ -9,6 +9,11 @@ lease byte (`transport/shared_memory.py`): it may be written again when the numb
 rank reaches the barrier of plan k + 1 only after it has read what it wants of plan k: so plan k + 2 may write the slots of
 plan k, and no plan needs a barrier at its end.
 
+Who waits in a plan makes sums of what has come (`executor.py`): those that it will need in its own slot, where it will put
+them, and those that a late rank will need in the late rank's slot of the other turn. That one is free: all other ranks have
+come to this plan, so they have read the plan before it, and its owner never reads it. How far a sum of a late rank is, is in
+its state word.
+
 `SharedMeanBuffer` serves gradients that are reduced where they lie. Each rank has one slot, and there is one result. A rank
 sums its part of the elements, in the order of ranks. A rank that dies leaves its slot readable. Whether its part of the
 result was finished is in its state word, which it sets before it notifies the others; so all survivors agree, each sums an
@@ -40,6 +45,8 @@ STATE = PAGE
 #: Bytes of a slot of a `SlotBuffer`. The largest is larger than a cache: where ranks compute meanwhile, or take turns on the
 #: cores, few barriers count for more.
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
+#: Bytes of a state word of a `SlotBuffer`, and its bits for the number of blocks; above them is the number of the barrier.
+WORD, BLOCK_BITS = 8, 20
 #: What a rank notifies the others of, in a `SharedMeanBuffer`.
 KINDS = {"put": 1, "reduced": 2, "recovered": 3, "taken": 4, "compared": 5, "device": 6}
 
@@ -97,7 +104,8 @@ class SlotBuffer:
     """A buffer of one size, of one group, on one rank."""
 
     def __init__(self, messages: Messaging, queue: CallQueue, members: Sequence[int], capacity: int) -> None:
-        self._messages, self._queue, self._memory = messages, queue, SharedBuffer(members, capacity, turns=2)
+        self._messages, self._queue = messages, queue
+        self._memory = SharedBuffer(members, capacity, turns=2, state=-(-len(members) * WORD // PAGE) * PAGE)
         self.capacity = capacity
         self.turn = 0  #: which slot of each rank is used
 
@@ -122,6 +130,27 @@ class SlotBuffer:
     def part(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
         """As many elements of a rank's slot as a tensor has, from this byte on."""
         return self._memory.tensor(self._memory.slot_at(member, self.turn) + offset, like.dtype, like.numel())
+
+    # Sums for a late rank.
+
+    def spare(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """The same of its slot that is not used now."""
+        return self._memory.tensor(self._memory.slot_at(member, self.turn ^ 1) + offset, like.dtype, like.numel())
+
+    def set_ahead(self, member: int, number: int, blocks: int) -> None:
+        """So many blocks for a rank that is late at this barrier lie in its spare slot."""
+        self._word(member)[0] = number << BLOCK_BITS | blocks
+
+    def ahead(self, member: int, number: int) -> int:
+        """How many blocks were made for a rank at this barrier."""
+        of, blocks = divmod(int(self._word(member)[0]), 1 << BLOCK_BITS)
+        return blocks if of == number else 0
+
+    def _word(self, member: int) -> Bytes:
+        assert self._memory.segment is not None
+        start = self._memory.members.index(member) * WORD
+        word: Bytes = numpy.frombuffer(self._memory.segment.map, dtype=numpy.uint64, count=1, offset=start)
+        return word
 
 
 class SlotBuffers:
