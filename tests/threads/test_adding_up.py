@@ -1,4 +1,4 @@
-"""Who waits in shared memory adds up what has come; whoever comes late, the result has the bits of a sum in rank order."""
+"""A rank that waits in shared memory adds up what has come; whichever is late, the result has the bits of a sum in order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wires import Client
 from worlds import PATIENCE, Cache, Hosts, Opening, all_worlds, at_once, fresh_groups, nothing_left, opening, worlds_of
 
 from polytempo.collectives import executor
 from polytempo.collectives.group import RankGroup
+from polytempo.collectives.messaging import Messaging
 from polytempo.collectives.progress_engine import ProgressEngine
 from polytempo.collectives.tasks import Task
 from polytempo.collectives.world import World
@@ -212,6 +214,70 @@ def test_it_does_not_wait_for_that_sum(worlds_of: Cache, arrivals: Arrivals) -> 
     groups = opened(worlds_of("memory", 4))
     check_all_reduce(arrivals, groups, (0, 1, 2, 3), pieces=0)
     assert all(set(counts) <= {2, 3, 4} for counts in arrivals.added.values())
+
+
+@pytest.mark.parametrize("blocks", range(1, 7))
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_late_rank_does_not_wait_for_the_one_that_helps_it(
+    opening: Opening, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch, blocks: int, waits: bool
+) -> None:
+    """Rank 2 is late, and rank 1 stops in the middle of its sums until rank 2 has them all. `waits`: what rank 3 has said
+    long ago reaches rank 2 only when that has begun by itself."""
+    monkeypatch.setattr(RankGroup, "_pieces", lambda *about: 6)  # three chunks of two blocks for each rank
+    groups, terms = opened(opening("memory", 5, ((0, 1, 2, 3), (4,)))), terms_of(5, torch.float32)
+    wanted, mine = [term.clone() for term in terms], [term.clone() for term in terms]
+    at_once(5, lambda rank: groups[rank].all_reduce([wanted[rank]], algorithm="hierarchical").wait())
+    stopped, begun, said, made = (threading.Event() for _ in range(4))
+    notify, add_up, help_late = Messaging.notify, executor._Execution._add_up, executor._Execution._help
+    total = executor.ACTIONS[executor.Total]
+
+    def notify_late(messages: Messaging, ranks: Sequence[int], *about: Any) -> None:
+        late = messages.rank == 3 and waits and not said.is_set()
+        notify(messages, [rank for rank in ranks if not (late and rank == 2)], *about)
+        if late:
+            held.append(lambda: notify(messages, [2], *about))
+
+    def after_one_piece(execution: Any, *about: Any) -> Iterator[float]:
+        for pause in add_up(execution, *about):
+            if execution.messages.rank == 2 and pause == 0.0 and not said.is_set():
+                begun.set()
+                assert said.wait(PATIENCE)
+            yield pause
+
+    def stopping(execution: Any, *about: Any) -> Iterator[float]:
+        for number, pause in enumerate(help_late(execution, *about), 1):
+            if number == blocks:
+                stopped.set()
+                assert made.wait(PATIENCE)
+            yield pause
+
+    def counted(execution: Any, step: executor.Total) -> None:
+        total(execution, step)
+        if execution.messages.rank == 2:
+            totals.append(step.chunk)
+            if len(totals) == 3:
+                made.set()
+
+    def tell() -> None:
+        assert begun.wait(PATIENCE)
+        said.set()
+        held[0]()
+
+    def call(rank: int) -> None:
+        if rank == 2:
+            assert stopped.wait(PATIENCE)
+        groups[rank].all_reduce([mine[rank]], algorithm="hierarchical").wait()
+
+    held: list[Callable[[], None]] = []
+    totals: list[int] = []
+    monkeypatch.setattr(Messaging, "notify", notify_late)
+    monkeypatch.setattr(executor._Execution, "_add_up", after_one_piece)
+    monkeypatch.setattr(executor._Execution, "_help", stopping)
+    monkeypatch.setitem(executor.ACTIONS, executor.Total, counted)
+    teller = Client(tell if waits else begun.is_set)
+    at_once(5, call)
+    teller.join(PATIENCE)
+    assert all(same(one, wanted[0]) for one in mine)
 
 
 def test_two_ranks_have_nothing_to_add_before_both_are_there(worlds_of: Cache, arrivals: Arrivals) -> None:

@@ -3,13 +3,14 @@
 All receives are posted at the start, so that data goes straight into the tensors. That is safe for these plans: what is
 stored in a chunk was made from what this rank has sent of it before. What is to be combined waits in memory of the pool.
 
-A rank that waits at a barrier in shared memory adds up what has come. Terms are always added in the order of ranks, so what
-can be made before all are there is the sum of the first ranks, up to the one that is missing:
+A rank that waits at a barrier in shared memory adds up what has come. Terms are always added in the order of ranks, so that
+results do not depend on arrival; what can be made before all are there is the sum of the first ranks, up to a missing one:
 
-    own totals     that of all ranks before the first missing one; more of them when that one has come
-    a late rank's  where one rank alone is missing: the rank before it makes the sum that the late one would begin with
+    own totals     the sum of all ranks before the first missing one; when that one has come, it is carried on
+    a late rank's  where one rank alone is missing, the rank before it makes the sum with which the late one would begin
 
-A late rank never waits for that: it takes the blocks that are made, and makes the others itself.
+A late rank never waits for that: it takes the blocks that are made, and makes the others itself. Ranks that are nearly even
+do nothing of this: a total made in one pass leaves the cache once, one that was begun goes out and comes back.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from polytempo.transport.peer_link import DATA, DEVICE_NOTE, NOTE, LinkMessage
 
 #: A tensor that this rank's steps never touch.
 NOTHING = torch.empty(0)
-#: Seconds for which ranks that are nearly even wait for each other: they make a total in one pass.
-NEARLY_EVEN = 1e-3
+#: Seconds for which ranks wait for others that are nearly even, before they begin to add up.
+NEARLY_EVEN = 5e-3
 
 
 @dataclass
@@ -76,8 +77,8 @@ def perform(stage: ExecutionStage, steps: Sequence[Step], chunks: Sequence[torch
     """Carry out the steps of this rank."""
     execution = _Execution(stage, chunks, steps)
     if stage.arriving is not None:
-        execution.await_unread(steps)
-    execution.post(steps)
+        execution.await_unread()
+    execution.post()
     for step in steps:
         if stage.arriving is not None and isinstance(step, READS):
             stage.arriving.need(chunks[step.chunk])
@@ -103,18 +104,18 @@ class _Execution:
         self.messages = stage.messages
         self._barriers = 0  # of this plan so far
         self._barrier = -1  # the number of the last one
-        self._taken = 0  # blocks after it that another rank may have made for this one
+        self._blocks = 0  # of the totals made since
         self._begun: dict[int, _Begun] = {}  # totals, by chunk
         self._receipts: list[Receipt] = []
         self._next = 0
         self._unsent: Counter[int] = Counter()
         self._told: set[int] = set()
 
-    def await_unread(self, steps: Sequence[Step]) -> None:
+    def await_unread(self) -> None:
         """Chunks into which data may come before this rank has used them must be here first."""
         assert self.stage.arriving is not None
         used: set[int] = set()
-        for step in steps:
+        for step in self.steps:
             if isinstance(step, Meet):
                 continue
             if isinstance(step, Copy) or (step.chunk not in used and not isinstance(step, READS)):
@@ -122,8 +123,8 @@ class _Execution:
                 return
             used.add(step.chunk)
 
-    def post(self, steps: Sequence[Step]) -> None:
-        for step in steps:
+    def post(self) -> None:
+        for step in self.steps:
             if isinstance(step, Receive | Combine):
                 chunk, sender = self.chunks[step.chunk], self.stage.ranks[step.peer]
                 buffer = bytes_of(chunk) if isinstance(step, Receive) else None
@@ -184,7 +185,7 @@ class _Execution:
         kind = NOTE if stage.on is None else DEVICE_NOTE
         self.messages.notify(others, stage.context, number, b"" if stage.announced else stage.meta, kind)
         stage.announced = True
-        self._barriers, self._barrier, self._taken = self._barriers + 1, number, 0
+        self._barriers, self._barrier, self._blocks = self._barriers + 1, number, 0
         wait = self.messages.until_notified(others, stage.context, number)
         if stage.slots is not None and isinstance(stage.buffer, DeviceSlotBuffer):
             everywhere, slots = wait.ready, stage.slots
@@ -196,11 +197,12 @@ class _Execution:
                 raise NotOnDevice
             return
         if not wait.ready():
-            if stage.plan_of is not None and len(step.members) > 2:  # of two, nothing can be added up before the other
+            if stage.plan_of is not None and len(step.members) > 2:  # of two, there is nothing to add without the other
                 wait.meanwhile = self._add_up(step.members, number, wait.missing)
             yield wait
         if self.messages.on_device and self.messages.any_on_device(others, stage.context, number):
             self._barriers -= 1
+            self._begun.clear()  # perhaps in the middle of a pass
             yield from self.meet(step)  # a rank came from its device, and has put its tensors here by the next barrier
 
     def put(self, step: Put) -> None:
@@ -219,7 +221,8 @@ class _Execution:
         if on is not None:
             on.stream.give(lambda: total_on_device(on.device, self.stage.op, terms, chunk))
             return
-        begun = self._begun.pop(step.chunk, None) or self._made_here(step)
+        begun = self._begun.pop(step.chunk, None) or self._made_by_another(step)
+        self._blocks += -(-chunk.numel() // BLOCK)
         if begun is None:
             total(self.stage.op, terms, chunk)
             return
@@ -277,11 +280,11 @@ class _Execution:
         """The first terms of the totals of the one rank that is late, in its spare slot."""
         index, buffer, plan_of = members.index(late), self.stage.buffer, self.stage.plan_of
         if index < 2 or self.stage.ranks[members[index - 1]] != self.messages.rank:
-            return
+            return  # there is no sum before it; or another rank makes it
         assert plan_of is not None
         assert isinstance(buffer, SlotBuffer)
         totals, another = _totals_after(plan_of(late), self._barriers)
-        if not another:  # it may have left this plan, and use that slot, while a block is still written
+        if not another:  # it would wait for this rank no more, and might use that slot while a block is still written
             return
         blocks = count(1)
         for step in totals:
@@ -289,19 +292,19 @@ class _Execution:
             for start in range(0, room.numel(), BLOCK):
                 part = slice(start, start + BLOCK)
                 total(self.stage.op, [term[part] for term in terms], room[part])
-                buffer.set_ahead(self.stage.ranks[late], number, next(blocks))  # after the block: who reads it goes by this
+                buffer.set_ahead(self.stage.ranks[late], number, next(blocks))  # last: the late rank goes by this
                 yield 0.0
 
-    def _made_here(self, step: Total) -> _Begun | None:
-        """What another rank has made of a total of this one, while this one was late."""
-        mine = self.stage.ranks.index(self.messages.rank)
-        index, buffer = step.members.index(mine), self.stage.buffer
-        if index < 2 or not isinstance(buffer, SlotBuffer):
+    def _made_by_another(self, step: Total) -> _Begun | None:
+        """What the rank before has made of a total of this one, while this one was late."""
+        buffer = self.stage.buffer
+        if len(step.members) < 3 or not isinstance(buffer, SlotBuffer):
             return None
-        room = self._spare(mine, step.chunk)
-        blocks = buffer.ahead(self.messages.rank, self._barrier) - self._taken
-        self._taken += -(-room.numel() // BLOCK)
-        return _Begun(room, blocks * BLOCK, index) if blocks > 0 else None
+        made = buffer.ahead(self.messages.rank, self._barrier) - self._blocks
+        if made <= 0:
+            return None
+        mine = self.stage.ranks.index(self.messages.rank)
+        return _Begun(self._spare(mine, step.chunk), made * BLOCK, step.members.index(mine))
 
     def _spare(self, member: int, chunk: int) -> torch.Tensor:
         assert isinstance(self.stage.buffer, SlotBuffer)
@@ -328,7 +331,7 @@ ACTIONS: dict[type[Step], Callable[[_Execution, Any], Steps | None]] = {
 
 
 def _totals_after(steps: Sequence[Step], barriers: int) -> tuple[list[Total], bool]:
-    """The totals that follow so many barriers of a plan, and whether another barrier follows those."""
+    """The totals between this number of barriers of a plan and the next one, and whether there is a next one."""
     meets = [index for index, step in enumerate(steps) if isinstance(step, Meet)]
     stop = meets[barriers] if barriers < len(meets) else len(steps)
     return [step for step in steps[meets[barriers - 1] : stop] if isinstance(step, Total)], barriers < len(meets)

@@ -9,10 +9,10 @@ lease byte (`transport/shared_memory.py`): it may be written again when the numb
 rank reaches the barrier of plan k + 1 only after it has read what it wants of plan k: so plan k + 2 may write the slots of
 plan k, and no plan needs a barrier at its end.
 
-Who waits in a plan makes sums of what has come (`executor.py`): those that it will need in its own slot, where it will put
-them, and those that a late rank will need in the late rank's slot of the other turn. That one is free: all other ranks have
-come to this plan, so they have read the plan before it, and its owner never reads it. How far a sum of a late rank is, is in
-its state word.
+A rank that waits in a plan makes sums of what has come (`executor.py`): its own in its own slot, where it will put them;
+those of a late rank in the late rank's slot of the other turn. That one is free: all others have come to this plan, so they
+have read what was there in the plan before, and its owner never reads that. How many blocks are made is in the late rank's
+state word, beside the number of the barrier: a word of an earlier plan counts for nothing.
 
 `SharedMeanBuffer` serves gradients that are reduced where they lie. Each rank has one slot, and there is one result. A rank
 sums its part of the elements, in the order of ranks. A rank that dies leaves its slot readable. Whether its part of the
@@ -108,6 +108,7 @@ class SlotBuffer:
         self._memory = SharedBuffer(members, capacity, turns=2, state=-(-len(members) * WORD // PAGE) * PAGE)
         self.capacity = capacity
         self.turn = 0  #: which slot of each rank is used
+        self._words: Bytes | None = None
 
     def open(self, call: int) -> Steps:
         """Make the segment or wait for it, once; and use the other slots from now on. `call`: the number of the call."""
@@ -138,19 +139,20 @@ class SlotBuffer:
         return self._memory.tensor(self._memory.slot_at(member, self.turn ^ 1) + offset, like.dtype, like.numel())
 
     def set_ahead(self, member: int, number: int, blocks: int) -> None:
-        """So many blocks for a rank that is late at this barrier lie in its spare slot."""
-        self._word(member)[0] = number << BLOCK_BITS | blocks
+        """The first blocks for a rank that is late at this barrier are in its spare slot."""
+        # One store of eight bytes: a reader sees the old word or the new one.
+        self._state()[self._memory.members.index(member)] = number << BLOCK_BITS | blocks
 
     def ahead(self, member: int, number: int) -> int:
         """How many blocks were made for a rank at this barrier."""
-        of, blocks = divmod(int(self._word(member)[0]), 1 << BLOCK_BITS)
+        of, blocks = divmod(int(self._state()[self._memory.members.index(member)]), 1 << BLOCK_BITS)
         return blocks if of == number else 0
 
-    def _word(self, member: int) -> Bytes:
-        assert self._memory.segment is not None
-        start = self._memory.members.index(member) * WORD
-        word: Bytes = numpy.frombuffer(self._memory.segment.map, dtype=numpy.uint64, count=1, offset=start)
-        return word
+    def _state(self) -> Bytes:
+        if self._words is None:
+            assert self._memory.segment is not None
+            self._words = self._memory.segment.view(0, len(self._memory.members) * WORD).view(numpy.uint64)
+        return self._words
 
 
 class SlotBuffers:
