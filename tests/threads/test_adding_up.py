@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_device import on_late_devices
 from wires import Client
 from worlds import PATIENCE, Cache, Hosts, Opening, all_worlds, at_once, fresh_groups, nothing_left, opening, worlds_of
 
@@ -165,6 +166,8 @@ def test_other_collectives_that_combine(worlds_of: Cache, arrivals: Arrivals, or
         mine = [term.clone() for term in terms]
         arrivals([order], lambda rank, mine=mine, root=root: groups[rank].reduce(mine[rank], root).wait())
         assert same(mine[root], wanted)
+        if root == order[-1]:  # it leaves the plan without another barrier: no rank may write sums for it
+            assert set(arrivals.added[root]) == {4}
         assert all(same(mine[rank], terms[rank]) for rank in range(4) if rank != root)
     outputs, parts = [torch.empty(500) for _ in range(4)], [term[:2000].view(4, 500) for term in terms]
     arrivals([order], lambda rank: groups[rank].reduce_scatter(outputs[rank], list(parts[rank])).wait())
@@ -187,6 +190,18 @@ def test_inside_each_of_several_hosts(
     for order in orders:
         left = 2 if order[-1] in (2, 5) else 3  # the sum of the first two was made if the third was late
         assert all(set(arrivals.added[rank]) == {left} for rank in order)
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_what_is_on_a_device_is_not_in_the_slots_yet(opening: Opening, arrivals: Arrivals, late: int) -> None:
+    """A rank whose tensors are on a device comes to the barrier first, and puts them into host memory after it."""
+    worlds, terms = opening("memory", 4), terms_of(4, torch.float32)
+    groups, mine = opened(worlds), [term.clone() for term in terms]
+    on_late_devices(worlds, [1])
+    order = [rank for rank in (0, 2, 3) if rank != late] + [late]
+    arrivals([(1,), order], lambda rank: groups[rank].all_reduce([mine[rank]]).wait())
+    wanted = in_rank_order("sum", terms)
+    assert all(same(one, wanted) for one in mine)
 
 
 def test_tensors_larger_than_a_slot(worlds_of: Cache, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +247,7 @@ def test_a_late_rank_does_not_wait_for_the_one_that_helps_it(
     total = executor.ACTIONS[executor.Total]
 
     def notify_late(messages: Messaging, ranks: Sequence[int], *about: Any) -> None:
-        late = messages.rank == 3 and waits and not said.is_set()
+        late = messages.rank == 3 and waits and not held
         notify(messages, [rank for rank in ranks if not (late and rank == 2)], *about)
         if late:
             held.append(lambda: notify(messages, [2], *about))
@@ -246,7 +261,7 @@ def test_a_late_rank_does_not_wait_for_the_one_that_helps_it(
 
     def stopping(execution: Any, *about: Any) -> Iterator[float]:
         for number, pause in enumerate(help_late(execution, *about), 1):
-            if number == blocks:
+            if number == blocks and execution.messages.rank == 1:
                 stopped.set()
                 assert made.wait(PATIENCE)
             yield pause
@@ -260,8 +275,8 @@ def test_a_late_rank_does_not_wait_for_the_one_that_helps_it(
 
     def tell() -> None:
         assert begun.wait(PATIENCE)
-        said.set()
         held[0]()
+        said.set()
 
     def call(rank: int) -> None:
         if rank == 2:

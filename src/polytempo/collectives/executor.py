@@ -201,9 +201,10 @@ class _Execution:
                 wait.meanwhile = self._add_up(step.members, number, wait.missing)
             yield wait
         if self.messages.on_device and self.messages.any_on_device(others, stage.context, number):
+            # A rank came from its device, and has put its tensors here by the next barrier: what was begun is void.
             self._barriers -= 1
-            self._begun.clear()  # perhaps in the middle of a pass
-            yield from self.meet(step)  # a rank came from its device, and has put its tensors here by the next barrier
+            self._begun.clear()
+            yield from self.meet(step)
 
     def put(self, step: Put) -> None:
         chunk = self.chunks[step.chunk]
@@ -245,15 +246,12 @@ class _Execution:
         even_until = time.monotonic() + NEARLY_EVEN
         while time.monotonic() < even_until:
             yield NEARLY_EVEN
-        stage, helped = self.stage, False
-        own, _ = _totals_after(self.steps, self._barriers)
-        if stage.arriving is not None:
+        own, helped = _totals_after(self.steps, self._barriers)[0], False
+        if self.stage.arriving is not None:
             for step in own:
-                stage.arriving.need(self.chunks[step.chunk])
+                self.stage.arriving.need(self.chunks[step.chunk])
         while absent := missing():
-            if self.messages.any_on_device(stage.ranks, stage.context, number):
-                return  # that rank has not put its tensors here: all meet once more
-            late = [member for member in members if stage.ranks[member] in absent]
+            late = [member for member in members if self.stage.ranks[member] in absent]
             for step in own:
                 yield from self._begin(step, step.members.index(late[0]))
             if len(late) == 1 and not helped:
