@@ -6,6 +6,7 @@ make bench ARGS="--only allreduce --only bsp"     some cases
 make bench ARGS="--page docs/speed.md"            then put the tables into the page that shows them
 
 allreduce  all-reduce of plain tensors, beside gloo
+late       the same where one rank comes late
 link       all-reduce between two hosts, beside gloo and the bound of the cable
 exchange   push and pull through a parameter server, beside torch.distributed.rpc and Ray (where it is installed)
 rows       rows of a table by id, beside a dict of NumPy rows and torch.distributed.rpc
@@ -41,6 +42,7 @@ import averaging
 import bubble
 import exchange
 import idle
+import late
 import link
 import mesh
 import pipelines
@@ -59,7 +61,7 @@ OUT = Path("out/bench")
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        *(allreduce.CASE, link.CASE, exchange.CASE, rows.CASE),
+        *(allreduce.CASE, late.CASE, link.CASE, exchange.CASE, rows.CASE),
         *(steps.BSP, steps.BACKEND, averaging.CASE, steps.JOB_OF_ONE, steps.MOMENTUM, idle.CASE),
         *(pipelines.CASE, bubble.CASE, tensor_parallel.CASE, mesh.CASE),
     )

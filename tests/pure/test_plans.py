@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checker import PlanError, SymbolicRun
+from plan_checker import PlanError, SymbolicRun, check
 from planning import ROOTED, apart, checked, one_host, parse_steps, plans_of
 
 from polytempo.collectives.plans import COLLECTIVES, CUDA_IPC, ON_DEVICE, PLANS, algorithms_for, plan_for
@@ -171,6 +171,27 @@ def test_whoever_is_not_the_root_keeps_its_tensor_in_shared_memory() -> None:
     for collective in ("reduce", "gather"):
         _, plans = plans_of(collective, "shared-memory", one_host(4), root=2)
         assert all(isinstance(step, Put | Meet) for rank, plan in enumerate(plans) for step in plan if rank != 2)
+
+
+@pytest.mark.parametrize("key", [key for key in PLANS if key[1] in ("shared-memory", "hierarchical")])
+@pytest.mark.parametrize("hosts", [one_host(2), one_host(5), ((0, 1, 2), (3,), (4, 5))])
+def test_a_total_may_be_begun_where_it_will_be_put(key: tuple[str, str], hosts: HostRanks) -> None:
+    """A rank that waits before its totals begins them in its own slot (`executor.py`): none else reads there."""
+    if key[1] == "shared-memory" and len(hosts) > 1:
+        pytest.skip("memory is shared on one host only")
+    for root in range(len(hosts[0]) if key[0] == "reduce" else 1):
+        chunks, plans = plans_of(*key, hosts, 2, root)
+        check([list(_with_totals_begun(plan)) for plan in plans], key[0], hosts, chunks, root)
+
+
+def _with_totals_begun(plan: list[Step]) -> Iterator[Step]:
+    for index, step in enumerate(plan):
+        if isinstance(step, Meet):
+            after = takewhile(lambda later: not isinstance(later, Meet), plan[index + 1 :])
+            begun = [Put(later.chunk) for later in after if isinstance(later, Total)]
+            yield from [*begun, step, *begun]
+        else:
+            yield step
 
 
 # The words.

@@ -393,6 +393,7 @@ class RankGroup:
             pieces = self._pieces(length * item // parts) if algorithm == "hierarchical" else 1
             cut, stage.offsets, plan = _in_slots(collective, algorithm, self.place, pieces, root, length, item)
             piece = whole[start : start + length] if length < whole.numel() else whole
+            stage.plan_of = self._plan_of(collective, algorithm, pieces, root)
             yield from stage.buffer.open(stage.tag)
             yield from perform(stage, plan, [piece[part] for part in cut])
 
@@ -414,6 +415,7 @@ class RankGroup:
         share = self.size if beside else 1
         stage.buffer = (stage.slots or self.buffers).of(own * share)
         _, plan = plan_for(collective, algorithm, self.place, 1, root)
+        stage.plan_of = self._plan_of(collective, algorithm, 1, root)
         length, item = max(chunk.numel() for chunk in chunks), chunks[self.rank].element_size()
         step = stage.buffer.capacity // share // item // GRAIN * GRAIN
         for start in range(0, max(1, length), step):
@@ -422,6 +424,9 @@ class RankGroup:
             stage.offsets = [index * apart for index in range(len(chunks))]
             yield from stage.buffer.open(stage.tag)
             yield from perform(stage, plan, pieces)
+
+    def _plan_of(self, collective: str, algorithm: str, pieces: int, root: int) -> Callable[[int], Sequence[Step]]:
+        return lambda rank: plan_for(collective, algorithm, replace(self.place, rank=rank), pieces, root)[1]
 
     def _plain(
         self, stage: ExecutionStage, collective: str, algorithm: str, root: int, parts: Callable[[int], Tensors], size: int

@@ -58,6 +58,7 @@ class ProgressEngine:
         self.natives: list[Any] = []  #: torch's own process groups beside the engine's groups (`native.py`)
         self.streams = Streams()  #: of its calls on tensors of devices
         self._polls = False  # a task waits for a device
+        self._with_work: list[Task] = []  # tasks that wait, and have something to do meanwhile
         self._idle = Deadline(rank)  # without a time-out
         self._check_at = 0.0
         self._told = ""  # the calls in which this rank waits for long, as the other ranks know it
@@ -188,7 +189,8 @@ class ProgressEngine:
         while not over() and not deadline.over:
             if not (self._advance() or over()):
                 if not self._polls:
-                    self._poll(deadline.until_next_look)
+                    pause = min([task.use_the_wait() for task in self._with_work], default=deadline.until_next_look)
+                    self._poll(min(pause, deadline.until_next_look))
                 elif not self._poll(0):
                     time.sleep(DEVICE_POLL)
 
@@ -213,6 +215,7 @@ class ProgressEngine:
             task = self._submitted.popleft()
             (self._free if task.queue.context < 0 else task.queue.tasks).append(task)
         moved = self._polls = False
+        self._with_work.clear()
         for queue in self.queues:
             while queue.tasks and (queue.tasks[0].done or self._move(queue.tasks[0])):
                 moved = True
@@ -231,7 +234,10 @@ class ProgressEngine:
             task.finish(None, task.queue.failed)
             return True
         moved = task.advance()
-        self._polls |= task.waits is not None and task.waits.polls
+        if task.waits is not None:
+            self._polls |= task.waits.polls
+            if task.waits.meanwhile is not None:
+                self._with_work.append(task)
         left = self.messages.left
         if left and not task.done and task.waits is not None:
             lost = [rank for rank in task.waits.missing() if rank in left]

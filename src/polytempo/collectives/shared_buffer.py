@@ -9,6 +9,11 @@ lease byte (`transport/shared_memory.py`): it may be written again when the numb
 rank reaches the barrier of plan k + 1 only after it has read what it wants of plan k: so plan k + 2 may write the slots of
 plan k, and no plan needs a barrier at its end.
 
+A rank that waits in a plan makes sums of what has come (`executor.py`): its own in its own slot, where it will put them;
+those of a late rank in the late rank's slot of the other turn. That one is free: all others have come to this plan, so they
+have read what was there in the plan before, and its owner never reads that. How many blocks are made is in the late rank's
+state word, beside the number of the barrier: a word of an earlier plan counts for nothing.
+
 `SharedMeanBuffer` serves gradients that are reduced where they lie. Each rank has one slot, and there is one result. A rank
 sums its part of the elements, in the order of ranks. A rank that dies leaves its slot readable. Whether its part of the
 result was finished is in its state word, which it sets before it notifies the others; so all survivors agree, each sums an
@@ -40,6 +45,8 @@ STATE = PAGE
 #: Bytes of a slot of a `SlotBuffer`. The largest is larger than a cache: where ranks compute meanwhile, or take turns on the
 #: cores, few barriers count for more.
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
+#: Bytes of a state word of a `SlotBuffer`, and its bits for the number of blocks; above them is the number of the barrier.
+WORD, BLOCK_BITS = 8, 20
 #: What a rank notifies the others of, in a `SharedMeanBuffer`.
 KINDS = {"put": 1, "reduced": 2, "recovered": 3, "taken": 4, "compared": 5, "device": 6}
 
@@ -97,9 +104,11 @@ class SlotBuffer:
     """A buffer of one size, of one group, on one rank."""
 
     def __init__(self, messages: Messaging, queue: CallQueue, members: Sequence[int], capacity: int) -> None:
-        self._messages, self._queue, self._memory = messages, queue, SharedBuffer(members, capacity, turns=2)
+        self._messages, self._queue = messages, queue
+        self._memory = SharedBuffer(members, capacity, turns=2, state=-(-len(members) * WORD // PAGE) * PAGE)
         self.capacity = capacity
         self.turn = 0  #: which slot of each rank is used
+        self._words: Bytes | None = None
 
     def open(self, call: int) -> Steps:
         """Make the segment or wait for it, once; and use the other slots from now on. `call`: the number of the call."""
@@ -122,6 +131,28 @@ class SlotBuffer:
     def part(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
         """As many elements of a rank's slot as a tensor has, from this byte on."""
         return self._memory.tensor(self._memory.slot_at(member, self.turn) + offset, like.dtype, like.numel())
+
+    # Sums for a late rank.
+
+    def spare(self, member: int, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """The same of its slot that is not used now."""
+        return self._memory.tensor(self._memory.slot_at(member, self.turn ^ 1) + offset, like.dtype, like.numel())
+
+    def set_ahead(self, member: int, number: int, blocks: int) -> None:
+        """The first blocks for a rank that is late at this barrier are in its spare slot."""
+        # One store of eight bytes: a reader sees the old word or the new one.
+        self._state()[self._memory.members.index(member)] = number << BLOCK_BITS | blocks
+
+    def ahead(self, member: int, number: int) -> int:
+        """How many blocks were made for a rank at this barrier."""
+        of, blocks = divmod(int(self._state()[self._memory.members.index(member)]), 1 << BLOCK_BITS)
+        return blocks if of == number else 0
+
+    def _state(self) -> Bytes:
+        if self._words is None:
+            assert self._memory.segment is not None
+            self._words = self._memory.segment.view(0, len(self._memory.members) * WORD).view(numpy.uint64)
+        return self._words
 
 
 class SlotBuffers:

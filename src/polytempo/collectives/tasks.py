@@ -7,9 +7,10 @@ Tasks of one call queue run one after another (the calls of a group); queues do 
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Wait:
-    """What a task waits for. `missing` lists ranks. `polls`: no link tells when it is there, so it is asked for."""
+    """What a task waits for. `missing` lists ranks. `polls`: no link tells when it is there, so it is asked for.
+
+    `meanwhile`: what there is to do until then, in small pieces; each yields the seconds for which nothing may happen before
+    the next one is due.
+    """
 
     ready: Callable[[], bool]
     missing: Callable[[], list[int]]
     polls: bool = False
+    meanwhile: Iterator[float] | None = None
 
 
 Steps = Generator[Wait, None, Any]
@@ -156,6 +162,17 @@ class Task:
                 self.waits = None
                 self._steps.close()
         return moved
+
+    def use_the_wait(self) -> float:
+        """Do a piece of what there is to do while it waits; seconds until the next one is due."""
+        meanwhile = self.waits.meanwhile if self.waits is not None else None
+        if meanwhile is not None and not self.done:
+            try:
+                return next(meanwhile, math.inf)
+            except Exception as error:  # noqa: BLE001  its waiter raises it
+                self.finish(None, error)
+                return 0.0
+        return math.inf
 
     def finish(self, result: Any, error: Exception | None) -> None:
         """The end."""
