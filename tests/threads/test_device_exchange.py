@@ -64,15 +64,15 @@ def hold_answers(session: Session) -> list[tuple[Any, ...]]:
     """Keep answers from the client, from now on; those that have come, to be handed on."""
     assert session.client is not None
     held: list[tuple[Any, ...]] = []
-    session.client._handlers[Answer] = lambda *what: held.append(what)
+    session.client.connections._handlers[Answer] = lambda *what: held.append(what)  # type: ignore[index]
     return held
 
 
 def hand_on(session: Session, held: list[tuple[Any, ...]]) -> None:
     assert session.client is not None
-    session.client._handlers[Answer] = lambda shard, message, buffers: session.client.exchanges.answered(message, buffers)  # type: ignore[union-attr]
-    for _, message, buffers in held:
-        session.client.exchanges.answered(message, buffers)
+    session.client.connections._handlers[Answer] = session.client.requests.answered  # type: ignore[index]
+    for what in held:
+        session.client.requests.answered(*what)
 
 
 @pytest.mark.parametrize(("sync", "workers", "servers", "options"), JOBS, ids=str)

@@ -15,7 +15,8 @@ from wires import Client as Doing
 from wires import filled, same
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.collectives.messaging import close_with_goodbye
 from polytempo.protocol.messages import Push, PushStatus
 from polytempo.protocol.push import PushedGradient

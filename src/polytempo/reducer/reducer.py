@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.collectives.group import RankGroup
 from polytempo.protocol.layout import Layout, lay_out
 from polytempo.protocol.messages import Answer, Push

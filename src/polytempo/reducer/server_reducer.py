@@ -16,7 +16,8 @@ import msgspec
 import torch
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
 from polytempo.compression.chain import parse_chain
 from polytempo.device.device import Device
@@ -185,9 +186,9 @@ class ServerReducer(Reducer):
             self.taker.install = self._own.install
         machine = sync.machine(session.rank)
         if self._ahead or machine.parts > 1 or machine.overlaps or (mode.averages and not mode.rounds):
-            self.client.exchanges.overlap()
+            self.client.memory.overlap()
         elif not shares_memory and mode.work is not PushedWork.DEADLINE:  # else values pass through while an answer comes
-            self.client.exchanges.lend(self.copier.next_buffer().parts)
+            self.client.memory.lend(self.copier.next_buffer().parts)
         self.before_read: Callable[[], None] = lambda: None  #: pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, tables)
         staging = self.copier.staging
@@ -388,7 +389,7 @@ class ServerReducer(Reducer):
                 residuals = self.filters.state().items()
                 kept = [SegmentState(dtype, 0, flat.numel(), {"residual": flat}) for dtype, flat in residuals]
                 state, buffers = pack(kept)
-                self.client.send_partial(0, Keep(optimizer_id=self.name, checkpoint=name, state=state), buffers)
+                self.client.send(0, Keep(optimizer_id=self.name, checkpoint=name, state=state), buffers)
         self.step = self.step + 1 if self._ahead else self.client_state.released
 
     @property

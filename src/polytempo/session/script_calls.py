@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from polytempo.errors import PeerError, UsageError
+from polytempo.protocol.messages import MetricReport
 from polytempo.session.session import PATIENCE, current, local_rank
 
 #: Whole numbers from here on do not fit a message.
@@ -116,7 +117,7 @@ def log(**values: Any) -> None:
         session.metrics.append(figures)
     else:
         with session.lock:
-            session.client.metric(figures)
+            session.client.send(0, MetricReport(worker=session.rank, values=figures))
 
 
 def plain_figures(values: dict[str, Any]) -> dict[str, float | int | str]:

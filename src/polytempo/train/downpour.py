@@ -11,12 +11,11 @@ their log.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 
-from polytempo.client.client_state import Reading
+from polytempo.client.requests import Reading
 from polytempo.protocol.push import no_steps
 from polytempo.reducer.reducer import Reducer
 from polytempo.reducer.server_reducer import ServerReducer
@@ -51,16 +50,6 @@ class Basis:
     contained: int  # the last of this worker's pushes that is in them
 
 
-@dataclass
-class ParameterFetch:
-    """A fetch under way: since when no byte has moved, and how many had by then."""
-
-    reading: Reading
-    quiet_since: float
-    moved: int
-    arrived: bool = False
-
-
 class DownpourUpdate(MachineUpdate):
     """Local steps of one optimizer."""
 
@@ -74,7 +63,8 @@ class DownpourUpdate(MachineUpdate):
         self._sum_basis = Basis(0, 0)  # of its first gradient
         self._made = no_steps()  # since the last push, skipped ones included
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
-        self._fetch: ParameterFetch | None = None
+        self._fetch: Reading | None = None
+        self._fetched = False  # has the machine been told that it is here?
         self._basis = Basis(reducer.client_state.version, reducer.step - 1)
         reducer.pulls = False  # values are fetched; those of an answer would undo local steps
         reducer.client_state.take = lambda parts, absent: None
@@ -149,33 +139,22 @@ class DownpourUpdate(MachineUpdate):
     def _request_values(self, order: RequestValues) -> None:
         client = self._reducer.client
         with self._reducer.session.lock:
-            reading = client.start_read(self._reducer.name, "params")
-        self._fetch = ParameterFetch(reading, time.monotonic(), client.connections.moved())
+            self._fetch = Reading(self._reducer.name, "params", client.rank)
+            client.requests.start(self._fetch)
 
     def _look_for_values(self) -> None:
-        """Have the requested values come? When no byte has moved for a while, they are asked for again."""
-        client, now, fetch = self._reducer.client, time.monotonic(), self._fetch
         with self._reducer.session.lock:
-            client.poll()
-            if fetch is None or fetch.arrived:
-                return
-            moved = client.connections.moved()
-            if len(fetch.reading.answers) == client.shards:
-                fetch.arrived = True
+            self._reducer.client.poll()
+            if self._fetch is not None and self._fetch.answers is not None and not self._fetched:
+                self._fetched = True
                 self._tell(Fetched())
-            elif moved != fetch.moved:
-                fetch.quiet_since, fetch.moved = now, moved
-            elif now - fetch.quiet_since > client.retry:
-                client.reads.ask_status(fetch.reading)
-                fetch.quiet_since = now
 
     def _install(self, order: Install) -> None:
         """Take the values that have come, and make again what they lack."""
         reducer, fetch = self._reducer, self._fetch
         assert fetch is not None
-        with reducer.session.lock:
-            answers = reducer.client.reads.take(fetch.reading)
-        self._fetch = None
+        answers = fetch.in_order()
+        self._fetch, self._fetched = None, False
         reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         reducer.client_state.version, contained = answers[0][0].version, answers[0][0].exchange
         self._basis = Basis(reducer.client_state.version, contained)

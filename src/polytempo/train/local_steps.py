@@ -286,20 +286,10 @@ class AnswerWatch:
         self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerReducer)]
         assert len(self.reducers) == len(reducers)  # the mode has no other way
         self._client, self._session = self.reducers[0].client, self.reducers[0].session
-        self._quiet_since, self._moved = time.monotonic(), 0
 
     def poll(self) -> None:
-        """Handle what has come, without waiting; after a silence, ask."""
         with self._session.lock:
             self._client.poll()
-        now, moved = time.monotonic(), self._client.connections.moved()
-        if moved != self._moved:
-            self._quiet_since, self._moved = now, moved
-        elif now - self._quiet_since > self._client.retry:
-            self._quiet_since = now
-            with self._session.lock:
-                for reducer in self.reducers:
-                    self._client.exchanges.ask_status(reducer.client_state)
 
     def settle(self) -> None:
         """Wait until one more is there."""
@@ -309,7 +299,7 @@ class AnswerWatch:
     def forget(self) -> None:
         """No further answer is looked for."""
         for reducer in self.reducers:
-            reducer.client_state.outstanding.clear()
+            self._client.exchanges.forget(reducer.client_state)
 
 
 def drop_state(optimizer: torch.optim.Optimizer) -> None:

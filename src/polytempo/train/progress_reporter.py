@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from polytempo.errors import PeerError
+from polytempo.protocol.messages import MetricReport
 from polytempo.protocol.values import TrainingProgress
 from polytempo.session.session import Session
 
@@ -59,4 +60,5 @@ class ProgressReporter:
         if self._loss is not None:
             figures["loss"] = self._loss
         with suppress(PeerError), self._session.lock:  # training does not need the server; the launcher sees that it is gone
-            client.metric(figures, TrainingProgress(self._what, self._steps, seconds, self._loss, *self._flags))
+            progress = TrainingProgress(self._what, self._steps, seconds, self._loss, *self._flags)
+            client.send(0, MetricReport(worker=client.rank, values=figures, progress=progress))
