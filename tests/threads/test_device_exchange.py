@@ -222,12 +222,13 @@ def test_refusals_fall_back_to_the_host(monkeypatch: pytest.MonkeyPatch, capfd: 
 
     def work(session: Session) -> list[torch.Tensor]:
         if session.client is not None:
-            handle = session.client._device_shared
+            answered = session.client.requests.answered
 
-            def refuse(message: DeviceShared) -> None:
-                handle(DeviceShared(message.optimizer_id, message.shard, "this test refuses"))
+            def refuse(shard: int, message: DeviceShared, buffers: list[Any]) -> None:
+                refusal = DeviceShared(optimizer_id=message.optimizer_id, shard=shard, refusal="this test refuses")
+                answered(shard, refusal, buffers)
 
-            session.client._device_shared = refuse  # type: ignore[method-assign]
+            session.client.connections._handlers[DeviceShared] = refuse  # type: ignore[index]
         model, optimizer = model_and_optimizer()
         for step in batches:
             make_step(model, optimizer, step[0])

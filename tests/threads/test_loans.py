@@ -13,7 +13,7 @@ from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_grad
 from torch import nn
 
 from polytempo.client.client import Client
-from polytempo.client.requests import Outstanding, Send
+from polytempo.client.requests import Outstanding, SendMessage
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import Shard
 from polytempo.server.value_memory import HostValues
@@ -309,7 +309,7 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     repeated: list[Any] = []
     plain_again = Outstanding.send_again
 
-    def send_again(self: Outstanding, shard: int, send: Send) -> None:
+    def send_again(self: Outstanding, shard: int, send: SendMessage) -> None:
         repeated.append(self.push.id)
         plain_again(self, shard, send)
 

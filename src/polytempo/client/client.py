@@ -64,7 +64,7 @@ ASK_EVERY = 1.0
 #: What answers a request.
 ANSWERS = (Answer, ReadAnswer, PulledRows, Welcome, DeviceShared, StoreSet, SamplesLeased, StateRecalled)
 
-Asked = TypeVar("Asked", bound=Request)
+AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 class StreamWaits:
@@ -276,7 +276,7 @@ class Client:
 
     # Questions.
 
-    def ask(self, request: Asked, what: str) -> Asked:
+    def ask(self, request: AnyRequest, what: str) -> AnyRequest:
         """Send a request, and wait for its answers; `what`: these, in words."""
         self.requests.start(request)
         self.wait(lambda: request.answers is not None, what)
@@ -320,14 +320,12 @@ class Client:
         if not self.connections.receive(0):
             self.remind()
 
-    def remind(self) -> bool:
-        """Ask again for what is not answered, if no byte has moved for `retry` seconds. Has one since the last call?"""
+    def remind(self) -> None:
+        """Ask again for what is not answered, if no byte has moved for `retry` seconds."""
         connections = self.connections
-        moves = connections.moves()
-        if time.monotonic() - connections.heard >= self.retry:
+        if not connections.moves() and time.monotonic() - connections.heard >= self.retry:
             connections.heard = time.monotonic()
             self.requests.ask_again()
-        return moves
 
     def wait(self, done: Callable[[], bool], what: str, *states: ClientState, limited: bool = True) -> None:
         """Handle what comes until something is so; what is waited for is named after a while.
@@ -353,7 +351,9 @@ class Client:
                     if self._others is not None:
                         with self._others:
                             self._others.wait(TURN / 10)
-                    self.check_wait(deadline, what, states, "" if self.remind() else self.connections.silence())
+                    silent = "" if self.connections.moves() else self.connections.silence()
+                    self.check_wait(deadline, what, states, silent)
+                    self.remind()
         except Exception:  # it ends the job or this worker's part in it: no answer will come
             self.stream_waits.release()
             raise

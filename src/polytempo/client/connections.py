@@ -68,7 +68,7 @@ class InheritedChannel(Channel):
 
 #: Takes the shard, the message and its buffers.
 Handler = Callable[[int, Any, list[Bytes]], None]
-#: Taken in by whoever listens: who is gone, where workers are, and that the job has ended.
+#: Taken in by `listen`: who is gone, where workers are, and that the job has ended.
 URGENT = (Departed, Whereabouts, Stopped)
 
 

@@ -48,7 +48,7 @@ from polytempo.server.optimizer_state import as_tensor
 from polytempo.transport.channel import Bytes
 
 #: Takes a shard, a message and its buffers.
-Send = Callable[[int, AnyMessage, Sequence[Bytes]], None]
+SendMessage = Callable[[int, AnyMessage, Sequence[Bytes]], None]
 #: Of each shard: the message and its buffers.
 Answers = dict[int, tuple[Any, list[Bytes]]]
 
@@ -70,7 +70,7 @@ class Request(ABC):
         """Its name."""
 
     @abstractmethod
-    def send(self, shard: int, send: Send) -> None:
+    def send(self, shard: int, send: SendMessage) -> None:
         """Send what this shard is asked."""
 
     def asked(self, shards: int) -> Collection[int]:
@@ -89,13 +89,13 @@ class Request(ABC):
     def missing(self, shards: int) -> list[int]:
         return [shard for shard in self.awaited(shards) if not any(shard in answers for answers in self.places.values())]
 
-    def ask_again(self, shards: int, send: Send) -> None:
+    def ask_again(self, shards: int, send: SendMessage) -> None:
         """Nothing has moved for a while: ask what the shards know."""
         what, optimizer_id, number = self.key
         for shard in sorted({*self.asked(shards), *self.missing(shards)}):
             send(shard, PushStatus(what=what, optimizer_id=optimizer_id, number=number), ())
 
-    def send_again(self, shard: int, send: Send) -> None:
+    def send_again(self, shard: int, send: SendMessage) -> None:
         """A shard has not got it, and will not."""
         self.send(shard, send)
 
@@ -129,7 +129,7 @@ class Question(Request):
         assert self.answers is not None
         return self.answers[0]
 
-    def send(self, shard: int, send: Send) -> None:
+    def send(self, shard: int, send: SendMessage) -> None:
         send(shard, self._message, self._of[shard])
 
     def asked(self, shards: int) -> Collection[int]:
@@ -137,7 +137,7 @@ class Question(Request):
 
     awaited = asked
 
-    def ask_again(self, shards: int, send: Send) -> None:
+    def ask_again(self, shards: int, send: SendMessage) -> None:
         for shard in self.missing(shards) if self._repeated else ():
             self.send(shard, send)
 
@@ -169,10 +169,10 @@ class Outstanding(Request):
     def buffers(self, shard: int) -> list[Bytes]:
         return [*self.parts[shard], *self.rows[shard]] if self.rows else self.parts[shard]
 
-    def send(self, shard: int, send: Send) -> None:
+    def send(self, shard: int, send: SendMessage) -> None:
         send(shard, self.push, self.buffers(shard))
 
-    def send_again(self, shard: int, send: Send) -> None:
+    def send_again(self, shard: int, send: SendMessage) -> None:
         if self.plain is not None:
             body, self.rows = self.plain()
             self.push, self.plain = msgspec.structs.replace(self.push, body=body), None
@@ -195,7 +195,7 @@ class Reading(Request):
     def key(self) -> RequestKey:
         return request_of(self._message)
 
-    def send(self, shard: int, send: Send) -> None:
+    def send(self, shard: int, send: SendMessage) -> None:
         send(shard, self._message, ())
 
     def asked(self, shards: int) -> Collection[int]:
@@ -237,17 +237,17 @@ class RowPull(Request):
 
     awaited = asked
 
-    def send(self, shard: int, send: Send) -> None:
+    def send(self, shard: int, send: SendMessage) -> None:
         self._send(shard, self._keys(shard), send)
 
-    def send_again(self, shard: int, send: Send) -> None:
+    def send_again(self, shard: int, send: SendMessage) -> None:
         keys = self._keys(shard)
         self._send(shard, Keys(keys.digest, known=False) if keys else None, send)
 
     def _keys(self, shard: int) -> Keys | None:
         return keys_of(self.caches[shard], as_tensor(self.ids[shard], "int64")) if self.cached else None
 
-    def _send(self, shard: int, keys: Keys | None, send: Send) -> None:
+    def _send(self, shard: int, keys: Keys | None, send: SendMessage) -> None:
         bare = self.pull.span is not None or (keys is not None and keys.known)
         send(shard, msgspec.structs.replace(self.pull, keys=keys), [] if bare else [self.ids[shard]])
 
@@ -266,12 +266,12 @@ class Requests:
     """The requests of one worker that are not answered yet.
 
     Args:
-        send: Sends a message to a shard.
+        send: SendMessages a message to a shard.
         shards: How many there are.
         note_loss: Called when a message was lost.
     """
 
-    def __init__(self, send: Send, shards: int, note_loss: Callable[[], None]) -> None:
+    def __init__(self, send: SendMessage, shards: int, note_loss: Callable[[], None]) -> None:
         self.send, self._shards, self._note_loss = send, shards, note_loss
         self._open: dict[RequestKey, Request] = {}
         self._numbers = count(1)
@@ -311,6 +311,8 @@ class Requests:
 
     def answered(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
         request = self._open.get(request_of(message))
+        if request is None and isinstance(message, Answer):  # it names a push that this worker has not made
+            request = self._open.get(("join", message.optimizer_id, 0))
         if request is None:
             return  # it was answered before
         answers = request.places.setdefault(message.place if isinstance(message, Answer) else -1, {})

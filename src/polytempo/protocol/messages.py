@@ -538,14 +538,14 @@ RequestKey = tuple[str, str, int]
 
 def request_of(message: AnyMessage) -> RequestKey:
     """The request that a message of a worker makes, or one of a server answers: one rule for both ends, by which each counts
-    once. A worker that joins an optimizer gets the answer to its push -1."""
+    once. (The first answer to a worker that joins an optimizer names the push before its first, which it has not made.)"""
     match message:
         case Push():
             return "push", message.id.optimizer_id, message.id.step
         case Answer():
             return "push", message.optimizer_id, message.exchange
         case Register():
-            return "push", message.optimizer_id, -1
+            return "join", message.optimizer_id, 0
         case ReadRequest() | ReadAnswer():
             return "read", message.optimizer_id, message.request
         case Pull() | PulledRows():
