@@ -17,13 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TypeVar
 
 import torch
 
 from polytempo.client.client_state import AnswerMemory, ClientState, Exchanges, MakeSeed, PartlySent
 from polytempo.client.connections import Handler, ServerConnections
-from polytempo.client.requests import Outstanding, Question, Reading, Request, Requests
+from polytempo.client.requests import AnyRequest, Outstanding, Question, Reading, Requests
 from polytempo.errors import HyperDiffer, JobEnded, PeerError, RankLost, UsageError
 from polytempo.profile_ranges import profiled
 from polytempo.protocol.messages import (
@@ -63,8 +62,6 @@ TURN = 0.005
 ASK_EVERY = 1.0
 #: What answers a request.
 ANSWERS = (Answer, ReadAnswer, PulledRows, Welcome, DeviceShared, StoreSet, SamplesLeased, StateRecalled)
-
-AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 class StreamWaits:
@@ -284,15 +281,12 @@ class Client:
 
     def read(self, name: str, what: str) -> list[tuple[ReadAnswer, list[Bytes]]]:
         """The values ("params") or state ("state") of all shards, at one position of the log."""
-        reading = Reading(name, what, self.rank)
         with profiled("pull"):
-            self.ask(reading, "what it reads")
-        return reading.in_order()
+            return self.ask(Reading(name, what, self.rank), "what it reads").in_order()
 
     def find(self, key: str, patience: float) -> str | None:
         """The value of a key, once a worker has set it; None if that takes longer than `patience` seconds."""
-        question, deadline = Question(StoreGet(key=key)), Deadline(self.rank, patience)
-        self.requests.start(question)
+        question, deadline = self.requests.start(Question(StoreGet(key=key))), Deadline(self.rank, patience)
         over = lambda: question.answers is not None or deadline.over  # noqa: E731
         self.wait(over, f"another worker to set the key {key!r}")
         self.requests.forget(question)
@@ -478,9 +472,8 @@ class BackgroundWait:
     def for_key(self, key: str, seconds: float) -> str | None:
         """The value of a key, once a worker has set it; None if that takes longer."""
         client, over = self._client, time.monotonic() + seconds
-        question = Question(StoreGet(key=key))
         with self._lock:
-            client.requests.start(question)
+            question = client.requests.start(Question(StoreGet(key=key)))
         while True:
             with self._lock:
                 client.poll()

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -258,6 +258,8 @@ def keys_of(cache: KeySender, ids: torch.Tensor) -> Keys:
     return Keys(digest, known)
 
 
+AnyRequest = TypeVar("AnyRequest", bound=Request)
+
 #: Bytes of lists of ids that a shard is assumed to remember.
 REMEMBERED = 32 << 20
 
@@ -279,13 +281,14 @@ class Requests:
 
     # Asking.
 
-    def start(self, request: Request) -> None:
-        """Send a request, and wait for its answers."""
+    def start(self, request: AnyRequest) -> AnyRequest:
+        """Send a request; its answers come when messages are taken in."""
         if isinstance(request, Reading | RowPull):
             request.begin(next(self._numbers))
         self.keep(request)
         for shard in request.asked(self._shards):
             request.send(shard, self.send)
+        return request
 
     def keep(self, request: Request) -> None:
         """Wait for its answers; the caller sends it."""

@@ -194,7 +194,7 @@ class RowTraffic:
     def ask_span(self, number: int, span: tuple[int, int], what: str = "rows") -> RowPull:
         nothing = {shard: as_bytes(torch.empty(0)) for shard in range(self._client.shards)}
         pull = Pull(optimizer_id=self._track, request=0, table=number, span=span, what=what)
-        return self._pull(RowPull(pull, nothing, self._client.requests.caches))
+        return self._client.requests.start(RowPull(pull, nothing, self._client.requests.caches))
 
     def span_pulled(self, number: int, request: RowPull, span: tuple[int, int]) -> torch.Tensor:
         parts = [self._rows(self.tables[number], buffers[0]) for _, buffers in self._answers_to(request).values()]
@@ -219,7 +219,8 @@ class RowTraffic:
         routing = route(ids, self._client.shards)
         lists = {shard: as_bytes(own) for shard, own in enumerate(routing.parts) if own.numel()}
         pull = Pull(optimizer_id=self._track, request=0, table=number)
-        return self._pull(RowPull(pull, lists, self._client.requests.caches, self.tables[number].cached)), routing
+        request = RowPull(pull, lists, self._client.requests.caches, self.tables[number].cached)
+        return self._client.requests.start(request), routing
 
     def pulled(self, number: int, request: RowPull, routing: Routing) -> torch.Tensor:
         """The rows that were asked for, in the order of their ids."""
@@ -228,10 +229,6 @@ class RowTraffic:
         for shard, (_, buffers) in self._answers_to(request).items():
             parts[shard] = self._rows(table, buffers[0])
         return routing.join(parts)
-
-    def _pull(self, request: RowPull) -> RowPull:
-        self._client.requests.start(request)
-        return request
 
     def _answers_to(self, request: RowPull) -> Answers:
         """In the order of shards."""

@@ -36,8 +36,10 @@ from polytempo.protocol.messages import (
     Keep,
     PartialPush,
     Pull,
+    PulledRows,
     Push,
     PushStatus,
+    ReadAnswer,
     ReadRequest,
     RequestKey,
     Resend,
@@ -415,8 +417,10 @@ class ShardInbox:
 
     def note_answer(self, reply: WorkerReply, incarnation: int) -> None:
         """An answer is sent now: a worker that asks behind it and does not have it has lost it."""
-        place = reply.message.place if isinstance(reply.message, Answer) else -1
-        self._receipts.answered(reply.worker, incarnation, request_of(reply.message), place)
+        message = reply.message
+        if isinstance(message, Answer | ReadAnswer | PulledRows):  # else a refusal, which ends the worker
+            place = message.place if isinstance(message, Answer) else -1
+            self._receipts.answered(reply.worker, incarnation, request_of(message), place)
 
     # The log.
 

@@ -139,8 +139,7 @@ class DownpourUpdate(MachineUpdate):
     def _request_values(self, order: RequestValues) -> None:
         client = self._reducer.client
         with self._reducer.session.lock:
-            self._fetch = Reading(self._reducer.name, "params", client.rank)
-            client.requests.start(self._fetch)
+            self._fetch = client.requests.start(Reading(self._reducer.name, "params", client.rank))
 
     def _look_for_values(self) -> None:
         with self._reducer.session.lock:
