@@ -61,4 +61,4 @@ class ProgressReporter:
             figures["loss"] = self._loss
         with suppress(PeerError), self._session.lock:  # training does not need the server; the launcher sees that it is gone
             progress = TrainingProgress(self._what, self._steps, seconds, self._loss, *self._flags)
-            client.send(0, MetricReport(worker=client.rank, values=figures, progress=progress))
+            client.send(0, MetricReport(worker=self._session.rank, values=figures, progress=progress))
