@@ -54,7 +54,7 @@ from polytempo.transport.peer_link import (
     check_link_head,
 )
 
-NOT_WHOLE = "a message was refused: it is not whole, or not of polytempo's protocol"
+NOT_WHOLE = "a message was refused: expected a header and the lengths of its buffers"
 PIECE = 1 << 20
 #: Between ranks a payload goes in pieces of this size: the first travels while the next is enciphered.
 LINK_PIECE = 256 << 10
