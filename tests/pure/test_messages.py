@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polytempo.errors import PeerError
 from polytempo.protocol import log, messages
 from polytempo.protocol.log import LogEntry
-from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Heartbeat, Push, Resend, Stop, decode, encode
+from polytempo.protocol.messages import HEADER_LIMIT, AnyMessage, Heartbeat, Push, Repeat, Stop, decode, encode
 from polytempo.protocol.push import Measures, NewState, PushedGradient, StepReport
 from polytempo.protocol.values import PushId, WireMessage
 
@@ -79,7 +79,7 @@ def test_every_kind_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject
 def test_every_header_that_is_defined_can_travel_or_stand_in_the_log() -> None:
     both = {**vars(messages), **vars(log)}
     defined = {name for name, value in both.items() if isinstance(value, type) and issubclass(value, WireMessage)}
-    assert defined - {"WireMessage", "AnyMessage", "Decided"} == set(KINDS) | set(ENTRIES)
+    assert defined - {"WireMessage", "AnyMessage", "Decided", "RequestName"} == set(KINDS) | set(ENTRIES)
 
 
 @pytest.mark.parametrize("kind", ENTRIES.values(), ids=ENTRIES)
@@ -179,9 +179,9 @@ def test_a_field_that_is_missing_is_refused(kind: type[Any], data: st.DataObject
         header(type=0),
         header(type="Stop", cause=7),
         header(type="Stop", cause=None),
-        header(type="Resend", id=["0", 0, 0]),
-        header(type="Resend", id=["0", 0, 0, "1"]),
-        header(type="Resend", id=["0", 0, 0, 1.5]),
+        header(type="Repeat", place=1, id=["0", 0, 0]),
+        header(type="Repeat", place=1, id=["0", 0, 0, "1"]),
+        header(type="Repeat", place=1, id=["0", 0, 0, 1.5]),
         header(type="Push", id=["0", 0, 0, 1], skip=True),
         header(type="Push", id=["0", 0, 0, 1], body=["report", "", [], [], 1]),
         header(type="Push", id=["0", 0, 0, 1], body=["report", "", [], [], True, "evil"]),
@@ -258,5 +258,5 @@ def test_a_header_that_is_too_long_is_refused_unread() -> None:
 
 def test_a_refusal_says_what_may_be_wrong() -> None:
     with pytest.raises(PeerError, match="are all hosts on the same version of polytempo"):
-        decode(header(type="Resend", id=ID, later=1))
-    assert decode(header(type="Resend", id=ID)) == Resend(id=ID)
+        decode(header(type="Repeat", id=ID, place=1, later=1))
+    assert decode(header(type="Repeat", id=ID, place=1)) == Repeat(id=ID, place=1)

@@ -50,6 +50,9 @@ REWORDED = {
     "invalid lease (segment {}, byte {}): that segment was not handed over or is smaller": (
         "invalid lease ({}): that segment was not handed over or is smaller"
     ),
+    "a message of {} bytes was refused; at most {} are taken, and lengths must be true": (
+        "a message of {} bytes was refused: at most {} are taken, and lengths must be true"
+    ),
     "{} cannot go by {}; use {}": "{} cannot go by {}; use ps, or gossip:ring with peers",
     "ps, or gossip:ring with peers": "{} cannot go by {}; use ps, or gossip:ring with peers",
     "peers: its values go from worker to worker": "{} cannot go by {}; use peers: its values go from worker to worker",

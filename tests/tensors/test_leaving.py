@@ -17,7 +17,7 @@ def leaving(end: str, *given: Any) -> list[str]:
     done: list[str] = []
     client = SimpleNamespace(leave=lambda *_, **__: done.append("leave"), close=lambda: done.append("close"))
     session = Session(cast("Any", client), JobFacts(2, ()), 0)
-    session.use(cast("Any", SimpleNamespace(close=lambda politely: done.append(f"links {politely}"))))
+    session.use(cast("Any", SimpleNamespace(close=lambda politely, told: done.append(f"links {politely}"))))
     for step in reversed(LeavingStep):
         session.on_leave(step, lambda step=step: done.append(step.name))  # type: ignore[misc]
     getattr(session, end)(*given)

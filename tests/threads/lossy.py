@@ -110,6 +110,13 @@ class LossyJob(ThreadJob):
         return Session(Client(channels, rank, self.job.incarnation, pool, self.retry), self.job, rank)
 
 
+def repeat(client: Client, name: str) -> None:
+    """Send all that is not answered again, as after a loss."""
+    for waiting in list(client.exchanges.states[name].outstanding.values()):
+        for shard in range(client.shards):
+            client.requests.send_again(waiting, shard)
+
+
 def channels_of(session: Session) -> list[UnreliableChannel]:
     assert session.client is not None
     return session.client.connections.channels  # type: ignore[return-value]

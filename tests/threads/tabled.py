@@ -9,7 +9,7 @@ import torch
 from helpers import Batch, made_from_seed
 from torch import nn
 
-from polytempo.protocol.messages import Pull
+from polytempo.protocol.messages import AnyMessage, Pull
 from polytempo.server.optimizer_state import as_tensor
 from polytempo.session.session import Session
 from polytempo.transport.channel import Bytes
@@ -65,13 +65,14 @@ class SentPulls(list[Pull]):
 def count_pulls(session: Session) -> SentPulls:
     """From now on, note the pulls that this worker sends."""
     assert session.client is not None
-    pulls, sent = session.client.pulls, SentPulls()
-    send = pulls._send_message
+    requests, sent = session.client.requests, SentPulls()
+    send = requests.send
 
-    def note(shard: int, pull: Pull, buffers: Sequence[Bytes]) -> None:
-        sent.append(pull)
-        sent.lists.append(as_tensor(buffers[0], "int64").clone() if buffers else None)
-        send(shard, pull, buffers)
+    def note(shard: int, message: AnyMessage, buffers: Sequence[Bytes]) -> None:
+        if isinstance(message, Pull):
+            sent.append(message)
+            sent.lists.append(as_tensor(buffers[0], "int64").clone() if buffers else None)
+        send(shard, message, buffers)
 
-    pulls._send_message = note  # type: ignore[assignment]
+    requests.send = note
     return sent

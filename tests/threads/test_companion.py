@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import copied, made_params, set_gradients, until
 
-from polytempo.client.client import Client
+from polytempo.client.connections import ServerConnections
 from polytempo.protocol.messages import Welcome
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
@@ -169,14 +169,14 @@ def test_without_a_way_to_know_the_core_nothing_is_bound(
 def welcomed(workers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads that workers were told of, after some steps of everybody."""
     told: list[int] = []
-    plain = Client._handle
+    plain = ServerConnections._handle
 
-    def hear(self: Client, shard: int, message: Any, buffers: Any) -> None:
+    def hear(self: ServerConnections, shard: int, message: Any, buffers: Any) -> None:
         if isinstance(message, Welcome):
             told.append(message.thread)
         plain(self, shard, message, buffers)
 
-    monkeypatch.setattr(Client, "_handle", hear)
+    monkeypatch.setattr(ServerConnections, "_handle", hear)
     start = made_params([(4,)])
 
     def work(session: Session) -> None:

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
+from lossy import repeat
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.errors import PeerError
 from polytempo.protocol.messages import (
     Answer,
@@ -72,7 +74,7 @@ def test_answers_from_two_places_of_the_log_are_not_mixed_and_either_counts_when
     line = ClientState("0", joined=True)
     client.exchanges.states["0"] = line
     client.push(Outstanding(Push(id=PushId("0", 0, 0, 0), body=PushedGradient()), [[], []]))
-    client.exchanges.repeat("0")
+    repeat(client, "0")
     assert [m.attempt for m in channels[1].sent if isinstance(m, Push)] == [0, 2], "to each shard again"
     channels[0].say(answer(0, place=1, version=1))
     channels[1].say(answer(1, place=2, version=5))

@@ -18,10 +18,14 @@ from wires import Client
 from worlds import PATIENCE, ROUTE, Shelf, outcomes, said, unused_name
 
 from polytempo.client.client import Client as ServersClient
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.collectives import point_to_point
 from polytempo.collectives.world import open_by_store
 from polytempo.errors import PeerError, RankLost, UsageError
-from polytempo.protocol.messages import AnyMessage, Hello, PushStatus, StatusReply, Welcome, decode, encode
+from polytempo.protocol.messages import AnyMessage, Hello, Push, PushStatus, StatusReply, Welcome, decode, encode
+from polytempo.protocol.push import PushedGradient
+from polytempo.protocol.values import PushId
 from polytempo.session.session import seconds_of
 from polytempo.transport import deadline
 from polytempo.transport.buffer_pool import Pool
@@ -155,15 +159,14 @@ def test_a_server_that_answers_no_question_is_named_and_a_busy_one_is_not(
     channels = [Answering(answers), Answering({Hello: answers[Hello]})]
     client, text = ServersClient(channels, 3, 0, Pool(), retry=0.02), []
 
-    def ask() -> None:
-        for shard in (0, 1):
-            client.connections.send(shard, PushStatus(what="push", optimizer_id="0", number=0))
+    client.exchanges.states["0"] = ClientState("0", joined=True)
+    client.push(Outstanding(Push(id=PushId("0", 3, 0, 0), body=PushedGradient()), [[], []]))
 
     def told() -> bool:
         text.append(capsys.readouterr().err)
         return "does not answer" in text[-1]
 
-    client._wait(told, "an answer", ask)
+    client.wait(told, "an answer")
     client.close()
     assert re.fullmatch(
         r"polytempo: rank 3 has waited \d+ s for an answer; server 1 does not answer, is it stopped\?\n", text[-1]

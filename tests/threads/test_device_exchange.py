@@ -64,15 +64,15 @@ def hold_answers(session: Session) -> list[tuple[Any, ...]]:
     """Keep answers from the client, from now on; those that have come, to be handed on."""
     assert session.client is not None
     held: list[tuple[Any, ...]] = []
-    session.client._handlers[Answer] = lambda *what: held.append(what)
+    session.client.connections._handlers[Answer] = lambda *what: held.append(what)  # type: ignore[index]
     return held
 
 
 def hand_on(session: Session, held: list[tuple[Any, ...]]) -> None:
     assert session.client is not None
-    session.client._handlers[Answer] = lambda shard, message, buffers: session.client.exchanges.answered(message, buffers)  # type: ignore[union-attr]
-    for _, message, buffers in held:
-        session.client.exchanges.answered(message, buffers)
+    session.client.connections._handlers[Answer] = session.client.requests.answered  # type: ignore[index]
+    for what in held:
+        session.client.requests.answered(*what)
 
 
 @pytest.mark.parametrize(("sync", "workers", "servers", "options"), JOBS, ids=str)
@@ -222,12 +222,13 @@ def test_refusals_fall_back_to_the_host(monkeypatch: pytest.MonkeyPatch, capfd: 
 
     def work(session: Session) -> list[torch.Tensor]:
         if session.client is not None:
-            handle = session.client._device_shared
+            answered = session.client.requests.answered
 
-            def refuse(message: DeviceShared) -> None:
-                handle(DeviceShared(message.optimizer_id, message.shard, "this test refuses"))
+            def refuse(shard: int, message: DeviceShared, buffers: list[Any]) -> None:
+                refusal = DeviceShared(optimizer_id=message.optimizer_id, shard=shard, refusal="this test refuses")
+                answered(shard, refusal, buffers)
 
-            session.client._device_shared = refuse  # type: ignore[method-assign]
+            session.client.connections._handlers[DeviceShared] = refuse  # type: ignore[index]
         model, optimizer = model_and_optimizer()
         for step in batches:
             make_step(model, optimizer, step[0])

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_close, copied, made_gradients, made_params, set_gradients
-from lossy import LossyJob, UnreliableChannel, channels_of, disturb, every
+from lossy import LossyJob, UnreliableChannel, channels_of, disturb, every, repeat
 from sessions import within
 from torch import nn
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import Outstanding
+from polytempo.client.requests import Outstanding
 from polytempo.protocol.messages import Answer, AnyMessage, Push, decode
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
@@ -101,7 +101,7 @@ def twice(session: Session) -> None:
 
     def push_twice(waiting: Outstanding, *ahead: Any) -> None:
         push(waiting, *ahead)
-        client.exchanges.repeat(waiting.push.id.optimizer_id)
+        repeat(client, waiting.push.id.optimizer_id)
 
     client.push = push_twice  # type: ignore[method-assign]
 
@@ -170,7 +170,7 @@ def replace_connections(sync: str, servers: int) -> None:
             push(waiting, *ahead)
             if waiting.push.id.step % 2 == 0:
                 shard = (waiting.push.id.step // 2 + session.rank) % servers
-                client.connections.reconnect(shard, job.connect(shard, client.pool))
+                client.connections.reconnect(shard, job.connect(shard, client.pool), client.hello)
 
         client.push = push_and_cut  # type: ignore[method-assign]
 

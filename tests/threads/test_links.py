@@ -55,8 +55,7 @@ from polytempo.transport.memory import MemoryLink
 from polytempo.transport.peer_link import BYE, CALL, DATA, FAILED, NOTE, PAYLOAD_LIMIT, SEGMENT, LinkMessage
 from polytempo.transport.peer_link import KINDS as MESSAGE_KINDS
 from polytempo.transport.shared_memory import make_segment
-from polytempo.transport.stream import HELLO
-from polytempo.transport.stream_link import StreamLink
+from polytempo.transport.stream import HELLO, StreamLink
 
 __all__ = ["nothing_left", "opening"]
 pytestmark = pytest.mark.usefixtures("nothing_left")

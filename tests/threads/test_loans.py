@@ -13,7 +13,7 @@ from helpers import MakeOptimizer, assert_close, assert_equal, copied, made_grad
 from torch import nn
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import Exchanges, Outstanding
+from polytempo.client.requests import Outstanding, SendMessage
 from polytempo.protocol.messages import STRANGER_LIMIT
 from polytempo.server.shard import HostValues, Shard
 from polytempo.session.session import Session
@@ -306,13 +306,13 @@ def test_what_was_sent_ahead_of_a_skipped_step_does_not_count_for_the_next(
     """Step 1 is skipped. In step 2 the second gradient is the same as in step 1, and was not made anew."""
     start, gradients = made_params([(40,), (50,)]), made_gradients([(40,), (50,)], 4)
     repeated: list[Any] = []
-    plain_again = Exchanges._send_again
+    plain_again = Outstanding.send_again
 
-    def send_again(self: Exchanges, shard: int, waiting: Outstanding) -> None:
-        repeated.append(waiting.push.id)
-        plain_again(self, shard, waiting)
+    def send_again(self: Outstanding, shard: int, send: SendMessage) -> None:
+        repeated.append(self.push.id)
+        plain_again(self, shard, send)
 
-    monkeypatch.setattr(Exchanges, "_send_again", send_again)
+    monkeypatch.setattr(Outstanding, "send_again", send_again)
 
     def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100, backoff_factor=1.0 - 1e-16)

@@ -13,6 +13,7 @@ from polytempo.errors import PeerError
 from polytempo.launcher.job_facts import JobFacts
 from polytempo.pipeline.pipeline import Pipeline, pipeline_title
 from polytempo.pipeline.schedules import make
+from polytempo.protocol.messages import MetricReport
 from polytempo.protocol.values import TrainingProgress
 from polytempo.session.leaving import LeavingStep
 from polytempo.session.session import Session
@@ -27,9 +28,12 @@ class Server:
         self.heard: list[TrainingProgress] = []
         self.fails = fails
 
-    def metric(self, values: dict[str, Any], progress: TrainingProgress) -> None:
+    def send(self, shard: int, message: MetricReport) -> None:
         if self.fails:
             raise PeerError("server 0 is gone")
+        progress, values = message.progress, message.values
+        assert shard == 0
+        assert progress is not None
         assert values == {"steps": progress.steps} | ({} if progress.loss is None else {"loss": progress.loss})
         self.heard.append(progress)
 

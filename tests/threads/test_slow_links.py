@@ -15,7 +15,8 @@ from wires import Client as Doing
 from wires import filled, same
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.collectives.messaging import close_with_goodbye
 from polytempo.protocol.messages import Push, PushStatus
 from polytempo.protocol.push import PushedGradient
@@ -23,7 +24,7 @@ from polytempo.protocol.values import PushId
 from polytempo.session.session import Session
 from polytempo.train.kv import KV, Array
 from polytempo.train.optimizer import DistributedOptimizer
-from polytempo.transport import zmq_link
+from polytempo.transport import zeromq
 from polytempo.transport.buffer_pool import Pool
 from polytempo.transport.channel import Bytes, Poller
 from polytempo.transport.peer_link import BYE, DATA, LinkMessage
@@ -81,13 +82,13 @@ def test_a_link_that_closes_over_a_slow_cable_first_delivers_what_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A root may end before the others have its last broadcast: its last words have time as long as they move."""
-    monkeypatch.setattr(zmq_link, "LAST_WORDS_MS", 100)
-    near, far, inbox = zmq_link.ZmqWires(None), zmq_link.ZmqWires(None), Inbox()
-    listening = zmq_link.ZmqLink(0, inbox, far, serves=True)
+    monkeypatch.setattr(zeromq, "LINK_LAST_WORDS_S", 0.1)
+    near, far, inbox = zeromq.ZmqWires(None), zeromq.ZmqWires(None), Inbox()
+    listening = zeromq.ZmqLink(0, inbox, far, serves=True)
     cable = Cable(listening.bind("127.0.0.1"), RATE, tmp_path)
 
     def send_and_end() -> None:
-        link, poller = zmq_link.ZmqLink(1, Inbox(), near, serves=False), Poller()
+        link, poller = zeromq.ZmqLink(1, Inbox(), near, serves=False), Poller()
         link._socket.setsockopt(zmq.SNDBUF, BUFFER)  # else the kernel takes it all, and sends it when the process is gone
         link.connect(cable.address)
         link.attach(poller)

@@ -15,11 +15,11 @@ import lossy
 import pytest
 import torch
 from helpers import assert_close
-from lossy import Fate, LossyJob, UnreliableChannel, channels_of, disturb
+from lossy import Fate, LossyJob, UnreliableChannel, channels_of, disturb, repeat
 from torch import nn
 
-from polytempo.client.client_state import Outstanding
-from polytempo.protocol.messages import Answer, AnyMessage, Pull, PulledRows, Push, UnknownKeys
+from polytempo.client.requests import Outstanding
+from polytempo.protocol.messages import Answer, AnyMessage, Pull, PulledRows, Push
 from polytempo.session.session import Session
 from polytempo.testing.threads import ThreadJob
 from polytempo.train.kv import KV, Array
@@ -49,7 +49,7 @@ def counts() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _pulls_are_disturbed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossy, "REPEATED", (*lossy.REPEATED, Pull, PulledRows, UnknownKeys))
+    monkeypatch.setattr(lossy, "REPEATED", (*lossy.REPEATED, Pull, PulledRows))
 
 
 class Tables(nn.Module):
@@ -145,7 +145,7 @@ def twice(session: Session) -> None:
 
     def push_twice(waiting: Outstanding, *ahead: Any) -> None:
         push(waiting, *ahead)
-        client.exchanges.repeat(waiting.push.id.optimizer_id)
+        repeat(client, waiting.push.id.optimizer_id)
 
     client.push = push_twice  # type: ignore[method-assign]
 
@@ -173,7 +173,7 @@ def test_a_connection_replaced_in_the_middle_of_an_exchange_loses_and_doubles_no
             push(waiting, *ahead)
             if waiting.push.id.step % 2 == 0:
                 shard = (waiting.push.id.step // 2 + session.rank) % 2
-                client.connections.reconnect(shard, job.connect(shard, client.pool))
+                client.connections.reconnect(shard, job.connect(shard, client.pool), client.hello)
 
         client.push = push_and_cut  # type: ignore[method-assign]
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from sessions import within
 from torch import nn
 
+from polytempo.client.requests import Question
 from polytempo.errors import JobEnded, PeerError, UsageError
 from polytempo.protocol.log import Drop, Save
 from polytempo.protocol.messages import (
@@ -265,10 +266,9 @@ def test_a_worker_that_sends_what_cannot_be_is_turned_away_and_the_job_goes_on(w
         assert client is not None
         client.connections.channels[0].send(encode(case.message), case.buffers)
         try:
-            client.connections.channels[0].send(
-                encode(StoreGet(key="manifest/0"))
-            )  # answered behind whatever is said of the message
-            while "manifest/0" not in client._stored:
+            behind = Question(StoreGet(key="manifest/0"))  # answered behind whatever is said of the message
+            client.requests.start(behind)
+            while behind.answers is None:
                 client.connections.receive(1.0)
         except (UsageError, PeerError) as error:
             told.append(str(error))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ import zmq
 
 from polytempo.errors import PeerError, UsageError
 from polytempo.launcher.job_facts import claimed_by
-from polytempo.protocol.messages import AnyMessage, Hello, PushStatus, decode, encode
+from polytempo.protocol.messages import AnyMessage, Departed, Hello, PushStatus, Stopped, Whereabouts, decode, encode
 from polytempo.transport.channel import Bytes, Channel, Poller
 
 
@@ -66,7 +67,9 @@ class InheritedChannel(Channel):
 
 
 #: Takes the shard, the message and its buffers.
-HandleMessage = Callable[[int, AnyMessage, list[Bytes]], None]
+Handler = Callable[[int, Any, list[Bytes]], None]
+#: Taken in by `listen`: who is gone, where workers are, and that the job has ended.
+URGENT = (Departed, Whereabouts, Stopped)
 
 
 class ServerConnections:
@@ -74,35 +77,35 @@ class ServerConnections:
 
     Args:
         channels: One for each shard, in order.
-        hello: Who this worker is; sent first on each channel.
-        handle: Called with each message that is received.
+        handlers: Called with each message of a type that is received.
     """
 
-    def __init__(self, channels: Sequence[Channel], hello: Hello, handle: HandleMessage) -> None:
+    def __init__(self, channels: Sequence[Channel], handlers: Mapping[type, Handler]) -> None:
         self.channels = list(channels)
         self.bytes_sent = self.bytes_received = 0
+        self.heard = time.monotonic()  #: the time at which bytes moved last, or were missed
+        self._moved = 0
+        self._handlers = handlers
+        self._listening = False
+        self._postponed: list[tuple[int, AnyMessage, list[Bytes]]] = []
         self._silent: set[int] = set()  # shards that were asked what became of a message, and have sent nothing since
-        self._hello, self._handle = hello, handle
         self._poller = Poller()
         for channel in channels:
             self._poller.register(channel.pollable(), zmq.POLLIN)
-            channel.send(encode(hello))
-
-    def greet_again(self) -> None:
-        """Send Hello once more: a welcome was lost."""
-        for shard in range(len(self.channels)):
-            self.send(shard, self._hello)
 
     def send(self, shard: int, message: AnyMessage, buffers: Sequence[Bytes] = ()) -> None:
         """Send a message to one shard. Where its server is gone, the reason it gave, if any, is raised."""
         try:
             self.bytes_sent += self.channels[shard].send(encode(message), buffers)
+            self.heard = time.monotonic()
             if isinstance(message, PushStatus):
                 self._silent.add(shard)
         except PeerError:
             with suppress(PeerError):
                 self.receive(0)
             raise
+
+    # Receiving.
 
     def receive(self, timeout: float) -> bool:
         """Handle every message that is there, after waiting at most `timeout` seconds for the first; was there one?"""
@@ -117,28 +120,64 @@ class ServerConnections:
                 self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
                 self._handle(shard, decode(header), buffers)
                 more = channel.may_have_more()
+        if got:
+            self.heard = time.monotonic()
         return got
+
+    def listen(self, patience: float = 0.0) -> None:
+        """Take in what is `URGENT`; the rest stays until it is waited for."""
+        self._listening = True
+        try:
+            self.receive(patience)
+        finally:
+            self._listening = False
+
+    def take_postponed(self) -> None:
+        while self._postponed:
+            self._dispatch(*self._postponed.pop(0))
+
+    def _handle(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
+        if not self._listening:
+            self.take_postponed()
+        elif not isinstance(message, URGENT):
+            self._postponed.append((shard, message, buffers))
+            return
+        self._dispatch(shard, message, buffers)
+
+    def _dispatch(self, shard: int, message: AnyMessage, buffers: list[Bytes]) -> None:
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(shard, message, buffers)
+
+    # What moves.
 
     def count(self, nbytes: int) -> None:
         """Count what is exchanged with peers instead of servers, both ways."""
         self.bytes_sent += nbytes
         self.bytes_received += nbytes
 
-    def moved(self) -> int:
-        """Bytes that have moved on any connection, either way; those of messages that are only partly through, too."""
-        return sum(channel.moved() for channel in self.channels)
+    def moves(self) -> bool:
+        """Has a byte moved on any connection since the last look, either way? Those of messages that are only partly through
+        count, too."""
+        before, self._moved = self._moved, sum(channel.moved() for channel in self.channels)
+        if self._moved == before:
+            return False
+        self.heard = time.monotonic()
+        return True
 
     def silence(self) -> str:
         """Which servers do not answer a question that each answers at once, however busy it is; for the end of a line."""
         return "".join(f"; server {shard} does not answer, is it stopped?" for shard in sorted(self._silent))
 
-    def reconnect(self, shard: int, channel: Channel) -> None:
+    # The end.
+
+    def reconnect(self, shard: int, channel: Channel, hello: Hello) -> None:
         """Go on over another connection to the same server."""
         self._poller.unregister(self.channels[shard].pollable())
         self.channels[shard].close()
         self.channels[shard] = channel
         self._poller.register(channel.pollable(), zmq.POLLIN)
-        channel.send(encode(self._hello))
+        self.send(shard, hello)
 
     def let_go(self, parent: str) -> None:
         for index, channel in enumerate(self.channels):

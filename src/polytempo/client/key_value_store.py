@@ -16,7 +16,7 @@ import torch.distributed
 
 from polytempo.client.client import BackgroundWait, Client
 from polytempo.errors import PeerError
-from polytempo.protocol.messages import AskWhere
+from polytempo.protocol.messages import AskWhere, StoreSet
 from polytempo.transport.deadline import RankWatch
 from polytempo.transport.rendezvous import KeyValueStore
 
@@ -58,7 +58,7 @@ class JobStore(KeyValueStore):
 
     def put(self, key: str, value: str) -> None:
         with self._lock:
-            self._client.put(key + self._life, value)
+            self._client.send(0, StoreSet(key=key + self._life, value=value))
 
     def find(self, key: str, seconds: float) -> str | None:
         """A wait that locks the client only for each look: a rendezvous may take as long as an epoch of another rank."""
@@ -83,13 +83,13 @@ class JobWatch(RankWatch):
         if (call or self._told) and self._lock.acquire(timeout=0.0 if call else LAST_WORD):
             try:
                 self._told = call
-                self._client.ask_where(AskWhere(life=self._life, call=call, ranks=tuple(ranks)))
-                self._client.listen()
+                self._client.send(0, AskWhere(life=self._life, call=call, ranks=tuple(ranks)))
+                self._client.connections.listen()
             finally:
                 self._lock.release()
-            told = self._client.whereabouts
-            self.ended = {rank: f"{how} before its first collective" for rank, how in told.ended.items()}
-            self.calls = dict(told.calls)
+            news = self._client.news
+            self.ended = {rank: f"{how} before its first collective" for rank, how in news.ended.items()}
+            self.calls = dict(news.calls)
 
 
 _kept: list[Any] = []  # stores whose keeper this process is: ranks that join again find them where they were

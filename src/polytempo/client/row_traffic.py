@@ -15,7 +15,10 @@ import msgspec
 import torch
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import Outstanding, RowsOfShards
+from polytempo.client.client_state import RowsOfShards
+from polytempo.client.requests import Answers, Outstanding, RowPull, keys_of
+from polytempo.profile_ranges import profiled
+from polytempo.protocol.messages import Pull
 from polytempo.protocol.push import Content
 from polytempo.protocol.values import Keys, RowPart, TableInfo, Want
 from polytempo.server.optimizer_state import as_bytes, as_tensor
@@ -164,7 +167,8 @@ class RowTraffic:
     def _keys(self, listed: Listed, cached: bool) -> tuple[Keys, ...]:
         if not self.tables[listed.table].cached or listed.routing is None:
             return ()
-        keys = tuple(self._client.pulls.keys(shard, ids) for shard, ids in enumerate(listed.routing.parts))
+        caches = self._client.requests.caches
+        keys = tuple(keys_of(cache, ids) for cache, ids in zip(caches, listed.routing.parts, strict=True))
         return keys if cached else tuple(Keys(key.digest, known=False) for key in keys)
 
     # Out of answers.
@@ -187,11 +191,13 @@ class RowTraffic:
 
     # Outside of pushes.
 
-    def ask_span(self, number: int, span: tuple[int, int], what: str = "rows") -> int:
-        return self._client.pulls.ask_span(self._track, number, span, what)
+    def ask_span(self, number: int, span: tuple[int, int], what: str = "rows") -> RowPull:
+        nothing = {shard: as_bytes(torch.empty(0)) for shard in range(self._client.shards)}
+        pull = Pull(optimizer_id=self._track, request=0, table=number, span=span, what=what)
+        return self._client.requests.start(RowPull(pull, nothing, self._client.requests.caches))
 
-    def span_pulled(self, number: int, request: int, span: tuple[int, int]) -> torch.Tensor:
-        parts = [self._rows(self.tables[number], buffers[0]) for _, _, buffers in self._client.pulled(request)]
+    def span_pulled(self, number: int, request: RowPull, span: tuple[int, int]) -> torch.Tensor:
+        parts = [self._rows(self.tables[number], buffers[0]) for _, buffers in self._answers_to(request).values()]
         return join_range(parts, *span, self._client.shards)
 
     def read_mirrored(self) -> None:
@@ -202,24 +208,34 @@ class RowTraffic:
                 rows = self.span_pulled(number, self.ask_span(number, span), span)
                 table.take_changed(torch.arange(table.info.rows), rows)
 
-    def clock_pulled(self, request: int) -> tuple[int, dict[int, int]]:
+    def clock_pulled(self, request: RowPull) -> tuple[int, dict[int, int]]:
         """The newest version that has touched a span, and for each worker the step that has reached all of it."""
-        answers = [rows for _, rows, _ in self._client.pulled(request)]
+        answers = [rows for rows, _ in self._answers_to(request).values()]
         common = set.intersection(*(set(rows.clock) for rows in answers))
         clock = {worker: min(rows.clock[worker] for rows in answers) for worker in sorted(common)}
         return max(rows.version for rows in answers), clock
 
-    def ask(self, number: int, ids: torch.Tensor) -> tuple[int, Routing]:
+    def ask(self, number: int, ids: torch.Tensor) -> tuple[RowPull, Routing]:
         routing = route(ids, self._client.shards)
-        return self._client.pulls.ask(self._track, number, routing.parts, self.tables[number].cached), routing
+        lists = {shard: as_bytes(own) for shard, own in enumerate(routing.parts) if own.numel()}
+        pull = Pull(optimizer_id=self._track, request=0, table=number)
+        request = RowPull(pull, lists, self._client.requests.caches, self.tables[number].cached)
+        return self._client.requests.start(request), routing
 
-    def pulled(self, number: int, request: int, routing: Routing) -> torch.Tensor:
+    def pulled(self, number: int, request: RowPull, routing: Routing) -> torch.Tensor:
         """The rows that were asked for, in the order of their ids."""
         table = self.tables[number]
         parts = [torch.empty(0, table.info.dim, dtype=getattr(torch, table.info.dtype)) for _ in routing.parts]
-        for shard, _, buffers in self._client.pulled(request):
+        for shard, (_, buffers) in self._answers_to(request).items():
             parts[shard] = self._rows(table, buffers[0])
         return routing.join(parts)
+
+    def _answers_to(self, request: RowPull) -> Answers:
+        """In the order of shards."""
+        with profiled("pull"):
+            self._client.wait(lambda: request.answers is not None, "rows of a table")
+        assert request.answers is not None
+        return dict(sorted(request.answers.items()))
 
 
 def _buffers(shard: int, lists: Sequence[tuple[Listed, tuple[Keys, ...]]]) -> list[Bytes]:

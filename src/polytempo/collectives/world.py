@@ -34,7 +34,7 @@ from polytempo.transport.link_relay import EmulatedHost
 from polytempo.transport.memory import MemoryLink
 from polytempo.transport.peer_link import DATA, LinkMessage
 from polytempo.transport.rendezvous import KeyValueStore, RankLinks, Rendezvous, rendezvous_by_name, rendezvous_by_store
-from polytempo.transport.zmq_link import HOST_TIMEOUT, patience_for
+from polytempo.transport.zeromq import HOST_TIMEOUT, patience_for
 
 #: Seconds in which all ranks must come to the rendezvous.
 JOIN_TIMEOUT = 60.0

@@ -9,7 +9,7 @@ one of these is refused. Buffers are checked against the layout where they are u
     server   -> coordinator    Hello, Arrived, Norm, Saved, NotSaved, Failed
     coordinator -> servers     Entries (of the log), NormTotal, Stopped
     server   -> worker         Welcome, Answer, ReadAnswer and PulledRows (with buffers), Held, SendSeed, StatusReply,
-                               Resend, UnknownKeys, Refused, Departed, StoreSet (the value of a StoreGet), Stopped,
+                               Resend, Refused, Departed, StoreSet (the value of a StoreGet), Stopped,
                                DeviceShared, SamplesLeased, Whereabouts, StateRecalled (with buffers)
     launcher -> coordinator    Hello, Expecting, Gone, Stop, StatusRequest, Finish;   back: Status, Notice, Finished
     agent    -> coordinator    Hello, Gone, Heartbeat;                     back: Assigned, Heartbeat, Stopped
@@ -111,13 +111,17 @@ class PartialPush(AnyMessage):
     pieces: tuple[BufferRange, ...]
 
 
-class PushStatus(AnyMessage):
+class RequestName(WireMessage):
+    """The name of a request: what it is ("push", "read" or "pull"), of which optimizer, and its number."""
+
+    what: str
+    optimizer_id: str
+    number: int  #: of a push its step
+
+
+class PushStatus(RequestName, AnyMessage):
     """Nothing has moved for a while: what of this? It went before this message, on the same connection, so that a server
     which does not know it has lost it."""
-
-    what: str  #: "push", "read" or "pull"
-    optimizer_id: str
-    number: int  #: of the push its step, else the request
 
 
 class Repeat(AnyMessage):
@@ -301,13 +305,6 @@ class PulledRows(AnyMessage):
     )  #: of a span: for each worker its latest step that has reached all of it
 
 
-class UnknownKeys(AnyMessage):
-    """The shard has not got, or has forgotten, the list of ids that a pull named by its digest: send it in full."""
-
-    shard: int
-    request: int
-
-
 class Held(AnyMessage):
     """The policy holds this push, and for which ranks."""
 
@@ -324,21 +321,18 @@ class SendSeed(AnyMessage):
     optimizer_id: str
 
 
-class StatusReply(AnyMessage):
+class StatusReply(RequestName, AnyMessage, kw_only=True):
     """What a shard knows of what it was asked about. It goes behind the answer, on the same connection: who hears "answered"
     and has no answer has lost it."""
 
-    what: str
-    optimizer_id: str
-    number: int
     state: str  #: "unknown", "received" or "answered"
     place: int = -1  #: of the answer to a push
 
 
-class Resend(AnyMessage):
-    """Your push is not here in full, and will not be: send this shard's part again."""
+class Resend(RequestName, AnyMessage, kw_only=True):
+    """Your push or pull is not here in full, and will not be: send this shard's part again, and lists of ids in full."""
 
-    id: PushId
+    lost: bool  #: a part of it was lost on its way; else the shard has forgotten a list of ids that it names by its digest
 
 
 class SamplesLeased(AnyMessage):
@@ -536,6 +530,40 @@ class Failed(AnyMessage):
     """A server cannot go on."""
 
     cause: str
+
+
+#: What a request is, of which optimizer, and its number.
+RequestKey = tuple[str, str, int]
+
+
+def request_of(message: AnyMessage) -> RequestKey:
+    """The request that a message of a worker makes, or one of a server answers: one rule for both ends, by which each counts
+    once. (The first answer to a worker that joins an optimizer names the push before its first, which it has not made.)"""
+    match message:
+        case Push():
+            return "push", message.id.optimizer_id, message.id.step
+        case Answer():
+            return "push", message.optimizer_id, message.exchange
+        case Register():
+            return "join", message.optimizer_id, 0
+        case ReadRequest() | ReadAnswer():
+            return "read", message.optimizer_id, message.request
+        case Pull() | PulledRows():
+            return "pull", message.optimizer_id, message.request
+        case PushStatus() | StatusReply() | Resend():
+            return message.what, message.optimizer_id, message.number
+        case LeaseSamples() | SamplesLeased():
+            return "samples", "", message.request
+        case StoreGet() | StoreSet():
+            return "key", message.key, 0
+        case RecallState() | StateRecalled():
+            return "state", message.which, 0
+        case ShareDevice() | DeviceShared():
+            return "device", message.optimizer_id, 0
+        case Hello() | Welcome():
+            return "welcome", "", 0
+        case _:
+            raise TypeError(f"{type(message).__name__} belongs to no request")
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -33,7 +33,8 @@ from dataclasses import replace
 from typing import Any
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.collectives.group import RankGroup
 from polytempo.errors import RankLost, UsageError
 from polytempo.protocol.messages import Push

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from polytempo.client.client import Client
+from polytempo.client.requests import Question
 from polytempo.device.device import FENCE_BYTES, Device, Devices
 from polytempo.device.exchange_fences import ANSWERED, PUSHED
 from polytempo.protocol.messages import ShareDevice
@@ -66,7 +67,10 @@ class DeviceExchange:
             gradients=_ranges(self._copier.next_buffer()),
             values=_ranges(self._copier.landing),
         )
-        refusal = self._client.share_device(message, [fences.words for fences in self._fences])
+        # Not asked again: on a host nothing is lost.
+        question = Question(message, [[fences.words] for fences in self._fences], repeated=False)
+        told = self._client.ask(question, "the servers to map its device memory").in_order()
+        refusal: str = next((answer.refusal for answer, _ in told if answer.refusal), "")
         if not refusal:
             fences = self._fences  # `release` holds these, and not the optimizer that the script may have dropped
 

@@ -206,7 +206,7 @@ class PartialPushes:
             for shard, buffers in enumerate(copies):
                 if buffers:
                     message = PartialPush(id=self._identity(), bucket=number, serial=self._serial, pieces=pieces[shard])
-                    self._client.send_partial(shard, message, buffers)
+                    self._client.send(shard, message, buffers)
 
     def _now(self, shard: int, piece: BufferRange) -> Bytes:
         return self._buffer.parts[shard][piece.buffer][piece.start : piece.stop]

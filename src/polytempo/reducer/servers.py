@@ -21,7 +21,8 @@ import msgspec
 import torch
 
 from polytempo.client.client import Client
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.client.row_traffic import RowTraffic, WorkerTable
 from polytempo.compression.chain import CPU, ChainSpec, CompressionChain, parse_chain
 from polytempo.device.device import Device
@@ -277,9 +278,9 @@ class ServerExchange(Exchange):
             self.deliver_to(self._own.install)
         machine = sync.machine(session.rank)
         if self._ahead or machine.parts > 1 or machine.overlaps or (mode.averages and not mode.rounds):
-            self.client.exchanges.overlap()
+            self.client.memory.overlap()
         elif not shares_memory and mode.work is not PushedWork.DEADLINE:  # else values pass through while an answer comes
-            self.client.exchanges.lend(self.copier.next_buffer().parts)
+            self.client.memory.lend(self.copier.next_buffer().parts)
         self._before_read: Callable[[], None] = lambda: None  # pushes what the values read must contain
         self.rows = RowTraffic(self.client, name, parts.tables)
         self._travels = self.client.pool.registry is None  # bytes must, and do not lie where the servers read them
@@ -488,7 +489,7 @@ class ServerExchange(Exchange):
                 residuals = self.filters.state().items()
                 kept = [SegmentState(dtype, 0, flat.numel(), {"residual": flat}) for dtype, flat in residuals]
                 state, buffers = pack(kept)
-                self.client.send_partial(0, Keep(optimizer_id=self.name, checkpoint=name, state=state), buffers)
+                self.client.send(0, Keep(optimizer_id=self.name, checkpoint=name, state=state), buffers)
         self.step = self.step + 1 if self._ahead else self.client_state.released
 
     def settle_values(self) -> None:

@@ -41,10 +41,11 @@ from polytempo.protocol.messages import (
     PushStatus,
     ReadAnswer,
     ReadRequest,
+    RequestKey,
     Resend,
     ShareDevice,
     StatusReply,
-    UnknownKeys,
+    request_of,
 )
 from polytempo.protocol.push import (
     Content,
@@ -75,8 +76,6 @@ NOT_YET = -2
 #: Bytes of lists of ids that are kept for one worker.
 KEY_CACHE_BYTES = 64 << 20
 
-#: What was sent: "push", "read" or "pull", the optimizer, and the step or request.
-ReceiptKey = tuple[str, str, int]
 #: (optimizer, worker, incarnation, bucket)
 PartialKey = tuple[str, int, int, int]
 InboxHandler = Callable[[Hello, Any, list[Bytes]], list[Effect]]
@@ -87,9 +86,9 @@ class Receipts:
 
     def __init__(self, limit: int = RECEIPT_LIMIT) -> None:
         self._limit = limit
-        self._kept: dict[tuple[int, int], dict[ReceiptKey, int]] = {}  # with the position of the answer
+        self._kept: dict[tuple[int, int], dict[RequestKey, int]] = {}  # with the position of the answer
 
-    def received(self, worker: int, incarnation: int, key: ReceiptKey) -> bool:
+    def received(self, worker: int, incarnation: int, key: RequestKey) -> bool:
         """Note that something has arrived; False when it had arrived before."""
         kept = self._kept.setdefault((worker, incarnation), {})
         if key in kept:
@@ -97,20 +96,20 @@ class Receipts:
         self._put(kept, key, NOT_YET)
         return True
 
-    def answered(self, worker: int, incarnation: int, key: ReceiptKey, place: int = -1) -> None:
+    def answered(self, worker: int, incarnation: int, key: RequestKey, place: int = -1) -> None:
         """Note that its answer is sent now."""
         self._put(self._kept.setdefault((worker, incarnation), {}), key, place)
 
-    def _put(self, kept: dict[ReceiptKey, int], key: ReceiptKey, place: int) -> None:
+    def _put(self, kept: dict[RequestKey, int], key: RequestKey, place: int) -> None:
         kept.pop(key, None)  # the newest stand last
         kept[key] = place
         if len(kept) > self._limit:
             del kept[next(iter(kept))]
 
-    def lost(self, worker: int, incarnation: int, key: ReceiptKey) -> None:
+    def lost(self, worker: int, incarnation: int, key: RequestKey) -> None:
         self._kept.get((worker, incarnation), {}).pop(key, None)
 
-    def state(self, worker: int, incarnation: int, key: ReceiptKey) -> tuple[str, int]:
+    def state(self, worker: int, incarnation: int, key: RequestKey) -> tuple[str, int]:
         """ "unknown", "received" or "answered", and the position of the answer in the log."""
         place = self._kept.get((worker, incarnation), {}).get(key)
         if place is None:
@@ -251,7 +250,7 @@ class ShardInbox:
         self.handlers: dict[type, InboxHandler] = {
             Push: self._push,
             PartialPush: self._partial_push,
-            PushStatus: lambda sender, asked, _: self._tell_status(sender, (asked.what, asked.optimizer_id, asked.number)),
+            PushStatus: lambda sender, asked, _: self._tell_status(sender, request_of(asked)),
             Pull: self._pull,
             Keep: self._keep,
             ShareDevice: self._share,
@@ -271,15 +270,15 @@ class ShardInbox:
     def _push(self, sender: Hello, push: Push, buffers: list[Bytes]) -> list[Effect]:
         _check_pusher(sender, push.id)
         check_push(push)
-        key = "push", push.id.optimizer_id, push.id.step
+        key = request_of(push)
         if self._receipts.state(sender.rank, sender.incarnation, key)[0] != "unknown":
             return self._tell_status(sender, key)  # it was sent again
         try:
             whole = self._whole(push, buffers)
         except MissingKeys:
-            whole = None
-        if whole is None:  # a bucket or a list of ids that it builds on is not here
-            return [ToWorker(sender.rank, Resend(id=push.id))]
+            return [_resend(sender, key, lost=False)]
+        if whole is None:  # a bucket that it builds on is not here
+            return [_resend(sender, key, lost=True)]
         self._receipts.received(sender.rank, sender.incarnation, key)
         if isinstance(push.body, Content) and push.body.fence:
             return self._await(push, push.body.fence, whole)
@@ -385,7 +384,7 @@ class ShardInbox:
             check_hyper(content, spec)
             self._hyper[optimizer_id] = content.hyper
 
-    def _tell_status(self, sender: Hello, key: ReceiptKey) -> list[Effect]:
+    def _tell_status(self, sender: Hello, key: RequestKey) -> list[Effect]:
         """What became of what a worker has sent; and for which ranks it waits, if the policy holds it."""
         state, place = self._receipts.state(sender.rank, sender.incarnation, key)
         told = ToWorker(sender.rank, StatusReply(what=key[0], optimizer_id=key[1], number=key[2], state=state, place=place))
@@ -402,9 +401,9 @@ class ShardInbox:
         try:
             ids = [self._keys.list_of(sender.rank, pull.keys, iter(buffers))] if pull.span is None else []
         except MissingKeys:
-            return [ToWorker(sender.rank, UnknownKeys(shard=self._executor.shard, request=pull.request))]
+            return [_resend(sender, request_of(pull), lost=False)]
         shard.rows.check_pull(pull.table, pull.span, ids)
-        self._receipts.received(sender.rank, sender.incarnation, ("pull", pull.optimizer_id, pull.request))
+        self._receipts.received(sender.rank, sender.incarnation, request_of(pull))
         self._executor.put(PullHere(sender.rank, pull, ids[0] if ids else None), {})
         return []
 
@@ -415,19 +414,14 @@ class ShardInbox:
 
     def note_read(self, sender: Hello, message: ReadRequest) -> None:
         """The coordinator has taken a read request of a worker."""
-        self._receipts.received(sender.rank, sender.incarnation, ("read", message.optimizer_id, message.request))
+        self._receipts.received(sender.rank, sender.incarnation, request_of(message))
 
     def note_answer(self, reply: WorkerReply, incarnation: int) -> None:
         """An answer is sent now: a worker that asks behind it and does not have it has lost it."""
         message = reply.message
-        if isinstance(message, Answer):
-            self._receipts.answered(
-                reply.worker, incarnation, ("push", message.optimizer_id, message.exchange), message.place
-            )
-        elif isinstance(message, ReadAnswer):
-            self._receipts.answered(reply.worker, incarnation, ("read", message.optimizer_id, message.request))
-        elif isinstance(message, PulledRows):
-            self._receipts.answered(reply.worker, incarnation, ("pull", message.optimizer_id, message.request))
+        if isinstance(message, Answer | ReadAnswer | PulledRows):  # else a refusal, which ends the worker
+            place = message.place if isinstance(message, Answer) else -1
+            self._receipts.answered(reply.worker, incarnation, request_of(message), place)
 
     # The log.
 
@@ -509,3 +503,8 @@ class ShardInbox:
 def _check_pusher(sender: Hello, identity: PushId) -> None:
     if (identity.worker, identity.incarnation) != (sender.rank, sender.incarnation):
         raise PeerError(f"a push of worker {identity.worker} came from worker {sender.rank}")
+
+
+def _resend(sender: Hello, key: RequestKey, lost: bool) -> Effect:
+    what, optimizer_id, number = key
+    return ToWorker(sender.rank, Resend(what=what, optimizer_id=optimizer_id, number=number, lost=lost))

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from polytempo.errors import PeerError, UsageError
+from polytempo.protocol.messages import MetricReport
 from polytempo.session.connecting import PATIENCE
 from polytempo.session.session import current, local_rank
 
@@ -117,7 +118,7 @@ def log(**values: Any) -> None:
         session.metrics.append(figures)
     else:
         with session.lock:
-            session.client.metric(figures)
+            session.client.send(0, MetricReport(worker=session.rank, values=figures))
 
 
 def plain_figures(values: dict[str, Any]) -> dict[str, float | int | str]:

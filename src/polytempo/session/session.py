@@ -267,8 +267,7 @@ class Session:
     def when_departed(self, handle: Callable[[int], object]) -> None:
         """Call `handle` with the rank of each worker that the sequencer says is gone."""
         if self.client is not None:
-            before = self.client.on_departed
-            self.client.on_departed = lambda worker: (before(worker), handle(worker))[0]
+            self.client.news.when_departed.append(handle)
 
     def world(self, call: str = "its first collective") -> World:
         """The links to all other workers, made on first use. `call`: that needs them, for the ranks that wait."""

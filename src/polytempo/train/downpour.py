@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from polytempo.client.requests import Reading
 from polytempo.reducer.exchange import Exchange
 from polytempo.reducer.servers import ServerExchange
 from polytempo.session.leaving import LeavingStep
@@ -29,7 +30,6 @@ from polytempo.sync.machine import (
     StepHere,
     WorkerMachine,
 )
-from polytempo.train.answer_watch import ValueFetch
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest, nothing
 from polytempo.train.gradient_sums import FlatSum
 from polytempo.train.update import Wrapped
@@ -51,7 +51,8 @@ class DownpourUpdate(MachineUpdate):
         self._steps = 0
         self._sum: FlatSum | None = None  # what the next push will hold
         self._sent: list[tuple[int, Missing]] = []  # pushes that fetched values may not contain yet
-        self._fetch: ValueFetch | None = None
+        self._fetch: Reading | None = None
+        self._fetched = False  # has the machine been told that it is here?
         # Of the servers' values that local steps start from: their version, and the last of this worker's pushes in them.
         self._version, self._contained = reducer.client_state.version, reducer.step - 1
         self._sum_contains = self._contained  # that push, of the values that the sum was begun on
@@ -78,7 +79,8 @@ class DownpourUpdate(MachineUpdate):
         self._request = request
         with self._reducer.session.lock:
             self._reducer.client.poll()
-        if self._fetch is not None and self._fetch.comes():
+        if self._fetch is not None and self._fetch.answers is not None and not self._fetched:
+            self._fetched = True
             self._tell(Fetched())
         self._tell(Computed(empty=request.skip or not request.measures.samples))
 
@@ -131,13 +133,16 @@ class DownpourUpdate(MachineUpdate):
         self._tell(Release(reducer.session.rank, reducer.client_state.released, reducer.step))
 
     def _request_values(self, order: RequestValues) -> None:
-        self._fetch = ValueFetch(self._reducer)
+        client = self._reducer.client
+        with self._reducer.session.lock:
+            self._fetch = client.requests.start(Reading(self._reducer.name, "params", client.rank))
 
     def _install(self, order: Install) -> None:
         """Take the values that have come, and make again what they lack."""
         reducer = self._reducer
         assert self._fetch is not None
-        answers, self._fetch = self._fetch.take(), None
+        answers = self._fetch.in_order()
+        self._fetch, self._fetched = None, False
         reducer.copier.scatter({shard: buffers for shard, (_, buffers) in enumerate(answers)})
         reducer.client_state.version = self._version = answers[0][0].version
         self._contained = answers[0][0].exchange

@@ -22,7 +22,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from polytempo.client.client_state import ClientState, Outstanding
+from polytempo.client.client_state import ClientState
+from polytempo.client.requests import Outstanding
 from polytempo.client.row_traffic import RowTraffic, SomeRows, SpanOfRows, WorkerTable
 from polytempo.compression.chain import CASTS, ChainSpec, parse_chain
 from polytempo.compression.encoding import Dense, NumberFormat, clear, narrow
@@ -354,7 +355,7 @@ class KV:
 
         def result() -> int:
             with self._session.lock, client.together():
-                client.wait_for_answer(self._name, step)
+                client.wait(lambda: step not in known.outstanding, "an answer", known)
             return known.version
 
         def done() -> bool:
@@ -433,7 +434,7 @@ class KV:
         def done() -> bool:
             with self._session.lock:
                 client.poll()
-                return client.pulls.is_done(request)
+                return request.answers is not None
 
         return Future(done, result)
 

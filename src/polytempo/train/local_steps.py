@@ -53,7 +53,6 @@ from polytempo.sync.machine import (
     SendPush,
     StepHere,
 )
-from polytempo.train.answer_watch import AnswerWatch
 from polytempo.train.driver import LivePerforms, MachineUpdate, StepRequest
 from polytempo.train.fragment import Fragment
 from polytempo.train.observers import BlockLoss, LossWatch
@@ -266,6 +265,29 @@ class LocalStepUpdate(MachineUpdate):
     def load_state(self, reducer: Exchange, state: dict[str, Any]) -> None:
         for fragment, momentum in zip(self.fragments, state.get("outer", []), strict=False):
             fragment.load_momentum(momentum)
+
+
+class AnswerWatch:
+    """Answers that no worker waits for, of all fragments."""
+
+    def __init__(self, reducers: Sequence[Exchange]) -> None:
+        self.reducers = [reducer for reducer in reducers if isinstance(reducer, ServerExchange)]
+        assert len(self.reducers) == len(reducers)  # the mode has no other way
+        self._client, self._session = self.reducers[0].client, self.reducers[0].session
+
+    def poll(self) -> None:
+        with self._session.lock:
+            self._client.poll()
+
+    def settle(self) -> None:
+        """Wait until one more is there."""
+        with self._session.lock:
+            self._client.settle(*(reducer.name for reducer in self.reducers), enough=any)
+
+    def forget(self) -> None:
+        """No further answer is looked for."""
+        for reducer in self.reducers:
+            self._client.exchanges.forget(reducer.client_state)
 
 
 def drop_state(optimizer: torch.optim.Optimizer) -> None:

@@ -253,7 +253,7 @@ class Registered:
         clock.wanted, self._marked = "", clock.pushed
         self._whole = clock.pushed if whole else self._whole
         with self._session.lock:
-            client.report_state(report, [buffer for _, _, buffers in fresh.values() for buffer in buffers])
+            client.send(0, report, [buffer for _, _, buffers in fresh.values() for buffer in buffers])
 
     def _packed(self, name: str, one: Any, drawn: bool = False) -> Packed:
         return _packed(name, {**one.state_dict(), "drawn": drawn} if isinstance(one, RngState) else _state_of(one))
@@ -366,7 +366,7 @@ class GivenState:
         message = ScriptState(objects=(SavedObject(self._name, structure, dtypes, 0),), exchange=0, given=True)
         assert self._session.client is not None
         with self._session.lock:
-            self._session.client.report_state(message, buffers)
+            self._session.client.send(0, message, buffers)
         self._is_mine = True
 
     def take(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from polytempo.client.client_state import ClientState
 from polytempo.errors import PeerError
+from polytempo.protocol.messages import MetricReport
 from polytempo.protocol.push import Measures, StepReport
 from polytempo.protocol.values import OptimizerSpec, TrainingProgress, name_in_group
 from polytempo.reducer.coordination import SequencerClient
@@ -149,4 +150,5 @@ class ProgressReporter:
         if self._loss is not None:
             figures["loss"] = self._loss
         with suppress(PeerError), self._session.lock:  # training does not need the server; the launcher sees that it is gone
-            client.metric(figures, TrainingProgress(self._what, self._steps, seconds, self._loss, *self._flags))
+            progress = TrainingProgress(self._what, self._steps, seconds, self._loss, *self._flags)
+            client.send(0, MetricReport(worker=self._session.rank, values=figures, progress=progress))

@@ -23,6 +23,9 @@ import zmq
 
 from polytempo.errors import UsageError
 
+#: What a poller is asked for and says, as plain numbers: they are looked at often.
+IN, OUT = int(zmq.POLLIN | zmq.POLLERR), int(zmq.POLLOUT)
+
 
 class Poller:
     """One way to wait for descriptors and ZeroMQ sockets, with `zmq.Poller`'s interface and flags."""

@@ -1,19 +1,22 @@
-"""Frames on a Unix stream socket: one format, one decoder and one queue for all connections between processes of a host.
+"""Frames: one head for all that travels between two processes, one queue for what waits to travel.
 
     head: magic u16 | kind u8 | segments u8 | meta length u32 | buffers u32 | context u32 | tag i64 | length u64
     meta | bytes
 
-Segments of shared memory (`shared_memory.py`) are handed over with the first bytes of a frame. Small pieces are read
-together, perhaps with the beginning of the next frame; large buffers directly into the memory they will be used from.
+On links between ranks (`peer_link.py`) a frame is one link message: kind, context, tag, meta and one payload.
 
-On links between ranks (`stream_link.py`) a frame is one link message: kind, context, tag, meta and one payload.
-
-On connections to a server (`stream.py`) a frame of kind `MESSAGE` is a header and any number of buffers. Its meta is a table
-with an entry for each buffer, and the header. A buffer that lies in shared memory travels as a reference: which of the
-sender's segments, offset, length. A segment is handed over with the first message that refers to it. Where the sender must
-know when the memory is free again, context and tag name a lease (segment, byte).
+On connections to a server (`channel.py`) a frame of kind `MESSAGE` is a header and any number of buffers. Its meta is a
+table with an entry for each buffer, and the header.
 
     entry: length u64 | offset u64 | segment u32
+
+Over a Unix socket (`stream.py`) a frame is a stretch of the stream. Small pieces are read together, perhaps with the
+beginning of the next frame; large buffers directly into the memory they will be used from. Segments of shared memory
+(`shared_memory.py`) are handed over with the first bytes of a frame. A buffer that lies in one travels as a reference: which
+of the sender's segments, offset, length; the segment comes with the first message that refers to it. Where the sender must
+know when the memory is free again, context and tag name a lease (segment, byte).
+
+Over ZeroMQ (`zeromq.py`) head and meta are one of its frames, and the bytes follow in pieces.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ import struct
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import zmq
 
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import BUFFER_COUNT_LIMIT, Bytes, OnSent
+from polytempo.transport.channel import BUFFER_COUNT_LIMIT, IN, OUT, Bytes, OnSent, Poller
 from polytempo.transport.shared_memory import Borrowed, Lease, Segment, SharedMemoryRegistry, open_segment
 
 MAGIC_BYTES = b"P3"
@@ -50,8 +55,23 @@ JOIN_UP_TO = 64 << 10
 REMEMBERED = 64
 
 T = TypeVar("T")
+#: Of a buffer: length, offset, segment.
+Entry = tuple[int, int, int]
 #: Bytes to send, and segments to hand over with them.
 FramePiece = tuple[memoryview, Sequence[Segment]]
+
+
+class FrameHead(NamedTuple):
+    """What a frame begins with."""
+
+    magic: int
+    kind: int
+    segments: int
+    meta_length: int
+    buffers: int
+    context: int
+    tag: int
+    length: int
 
 
 def send_piece(sock: socket.socket, piece: FramePiece) -> FramePiece | None:
@@ -61,38 +81,58 @@ def send_piece(sock: socket.socket, piece: FramePiece) -> FramePiece | None:
     return (data[count:], ()) if count < len(data) else None
 
 
-class FrameOutbox:
-    """Pieces that wait until a socket takes them."""
+class Outbox(Generic[T]):
+    """What waits until a connection takes it, with what is to be called then.
 
-    def __init__(self) -> None:
-        self._pieces: deque[tuple[FramePiece, Any]] = deque()
+    Args:
+        watched: What a poller watches of the connection.
+        take: Sends an item and returns what is left of it, or raises that nothing is taken now.
+    """
+
+    def __init__(self, watched: Any, take: Callable[[T], T | None]) -> None:
+        self.writing = False  #: does the poller say when more is taken?
+        self._watched, self._take = watched, take
+        self._items: deque[tuple[T, Callable[[], object] | None]] = deque()
+        self._poller: Poller | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._pieces)
+        return bool(self._items)
 
-    def append(self, piece: FramePiece, sent: Any = None) -> None:
-        """Add a piece; `sent` is called when it is sent."""
-        self._pieces.append((piece, sent))
+    def attach(self, poller: Poller) -> None:
+        """Have the connection watched from now on."""
+        self._poller, self.writing = poller, bool(self._items)
+        poller.register(self._watched, IN | OUT if self.writing else IN)
 
-    def flush(self, sock: socket.socket) -> None:
-        """Send what the socket takes now. `OSError` when the other end is gone."""
+    def detach(self) -> None:
+        poller, self._poller = self._poller, None
+        if poller is not None:
+            poller.unregister(self._watched)
+
+    def append(self, item: T, sent: Callable[[], object] | None = None) -> None:
+        self._items.append((item, sent))
+
+    def flush(self) -> None:
+        """Send what the connection takes now. `OSError` when the other end is gone."""
         try:
-            while self._pieces:
-                piece, sent = self._pieces[0]
-                rest = send_piece(sock, piece)
+            while self._items:
+                item, sent = self._items[0]
+                rest = self._take(item)
                 if rest is not None:
-                    self._pieces[0] = rest, sent
+                    self._items[0] = rest, sent
                     continue
-                self._pieces.popleft()
+                self._items.popleft()
                 if sent:
                     sent()
-        except BlockingIOError:
+        except (BlockingIOError, zmq.Again):
             pass
+        if self.writing != bool(self._items) and self._poller is not None:
+            self.writing = bool(self._items)
+            self._poller.register(self._watched, IN | OUT if self.writing else IN)
 
     def drop(self) -> None:
         """The connection is gone: what waits is not needed any more."""
-        while self._pieces:
-            sent = self._pieces.popleft()[1]
+        while self._items:
+            sent = self._items.popleft()[1]
             if sent:
                 sent()
 
@@ -113,14 +153,12 @@ class FrameDecoder(ABC, Generic[T]):
         self._targets: list[memoryview] = []  # where the next bytes belong
 
     @abstractmethod
-    def check(self, kind: int, segments: int, meta_length: int, buffers: int, length: int) -> None:
-        """Refuse a head whose meta is not whole yet, before any memory is used for it."""
+    def check(self, head: FrameHead) -> None:
+        """Refuse a head, before any memory is used for what it announces."""
 
     @abstractmethod
-    def begin(
-        self, kind: int, segments: int, context: int, tag: int, meta: bytes, buffers: int, length: int
-    ) -> tuple[T, list[memoryview]]:
-        """Check a frame, and begin its message: the message, and where its bytes belong."""
+    def begin(self, head: FrameHead, meta: bytes) -> tuple[T, list[memoryview]]:
+        """The message of a head that was checked, and where its bytes belong."""
 
     def read(self, sock: socket.socket) -> T:
         """The next message. EOFError at the end. BlockingIOError when nothing is there, or, if the socket does not block,
@@ -165,14 +203,14 @@ class FrameDecoder(ABC, Generic[T]):
             if not MAGIC_BYTES.startswith(have[:2]):
                 raise PeerError(self.not_a_frame)
             return HEAD.size - len(have)
-        magic, kind, new, meta_length, buffers, context, tag, length = HEAD.unpack_from(have)
-        if magic != MAGIC:
+        head = FrameHead._make(HEAD.unpack_from(have))
+        if head.magic != MAGIC:
             raise PeerError(self.not_a_frame)
-        end: int = HEAD.size + meta_length
+        self.check(head)
+        end = HEAD.size + head.meta_length
         if len(have) < end:
-            self.check(kind, new, meta_length, buffers, length)
             return end - len(have)
-        self._message, targets = self.begin(kind, new, context, tag, have[HEAD.size : end], buffers, length)
+        self._message, targets = self.begin(head, have[HEAD.size : end])
         rest = have[end:]
         while targets and rest:
             count = min(len(targets[0]), len(rest))
@@ -198,6 +236,27 @@ class FrameDecoder(ABC, Generic[T]):
 
 
 # Messages to and from a server.
+
+
+def check_message(head: FrameHead, limit: int) -> None:
+    """Refuse what is longer than a peer may send."""
+    table = ENTRY.size * head.buffers
+    if (
+        head.buffers > BUFFER_COUNT_LIMIT
+        or table > head.meta_length
+        or head.meta_length + head.segments * SEGMENT_COST > limit
+    ):
+        raise PeerError(f"a message with a header of {head.meta_length} bytes and {head.buffers} buffers was refused")
+
+
+def read_table(head: FrameHead, meta: bytes, limit: int) -> tuple[list[Entry], bytes]:
+    """The entries of a message that was checked, and its header."""
+    table = ENTRY.size * head.buffers
+    entries = list(ENTRY.iter_unpack(memoryview(meta)[:table]))
+    total = sum(entry[0] for entry in entries)
+    if total > limit or head.length != sum(size for size, _, number in entries if number == NONE):
+        raise PeerError(f"a message of {total} bytes was refused: at most {limit} are taken, and lengths must be true")
+    return entries, meta[table:]
 
 
 class FrameWriter:
@@ -280,30 +339,19 @@ class FrameReader(FrameDecoder[tuple[bytes, list[Bytes]]]):
         self._segments: list[Segment] = []
         self._views: dict[tuple[int, int, int], Bytes] = {}  # the same few are referred to again and again
 
-    def check(self, kind: int, segments: int, meta_length: int, buffers: int, length: int) -> None:
-        if kind != MESSAGE:
+    def check(self, head: FrameHead) -> None:
+        if head.kind != MESSAGE:
             raise PeerError(self.not_a_frame)
-        table = ENTRY.size * buffers
-        if buffers > BUFFER_COUNT_LIMIT or table > meta_length or meta_length + segments * SEGMENT_COST > self.limit:
-            raise PeerError(f"a message with a header of {meta_length} bytes and {buffers} buffers was refused")
+        check_message(head, self.limit)
 
-    def begin(
-        self, kind: int, segments: int, context: int, tag: int, meta: bytes, buffers: int, length: int
-    ) -> tuple[tuple[bytes, list[Bytes]], list[memoryview]]:
-        self.check(kind, segments, len(meta), buffers, length)
-        table = ENTRY.size * buffers
-        entries = list(ENTRY.iter_unpack(memoryview(meta)[:table]))
-        total = sum(entry[0] for entry in entries)
-        if total > self.limit or length != sum(size for size, _, number in entries if number == NONE):
-            raise PeerError(
-                f"a message of {total} bytes was refused: at most {self.limit} are taken, and lengths must be true"
-            )
-        self._segments += self.open_segments(segments)
-        made = self._buffers(entries, context, tag)
+    def begin(self, head: FrameHead, meta: bytes) -> tuple[tuple[bytes, list[Bytes]], list[memoryview]]:
+        entries, header = read_table(head, meta, self.limit)
+        self._segments += self.open_segments(head.segments)
+        made = self._buffers(entries, head.context, head.tag)
         targets = [buffer.data for buffer in made if buffer.nbytes and not isinstance(buffer, Borrowed)]
-        return (meta[table:], made), targets
+        return (header, made), targets
 
-    def _buffers(self, entries: Sequence[tuple[int, int, int]], lease_segment: int, word: int) -> list[Bytes]:
+    def _buffers(self, entries: Sequence[Entry], lease_segment: int, word: int) -> list[Bytes]:
         referred = sum(number != NONE for _, _, number in entries)
         dropped = None
         if lease_segment != NONE:

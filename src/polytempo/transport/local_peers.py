@@ -20,8 +20,7 @@ from polytempo.transport.channel import Bytes
 from polytempo.transport.deadline import MORE_TIME, Deadline, named
 from polytempo.transport.peer_link import NOTE, SEGMENT, LinkMessage
 from polytempo.transport.shared_memory import Segment
-from polytempo.transport.stream import HELLO, accept_rank, connect_to
-from polytempo.transport.stream_link import StreamLink
+from polytempo.transport.stream import HELLO, StreamLink, accept_rank, connect_to
 
 #: The kind of notification that a segment counts as.
 HANDED_OVER = 0

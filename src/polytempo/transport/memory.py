@@ -16,9 +16,7 @@ import zmq
 
 from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Poller, Received
-from polytempo.transport.framing import HEAD
-from polytempo.transport.peer_link import LinkMessage, OnLinkSent, PeerLink, Receiver
-from polytempo.transport.shared_memory import Segment
+from polytempo.transport.peer_link import CLOSED, LinkMessage, OnLinkSent, PeerLink, Receiver
 
 QueuedMessage = tuple[bytes, list[Bytes]]
 
@@ -132,16 +130,13 @@ class MemoryChannel(Channel):
         self.wake_up.close()
 
 
-Item = tuple[bytes, Segment | None, Bytes | None]
-
-
 class MemoryLink(PeerLink):
     """One end; `pair` makes both."""
 
     def __init__(self, rank: int, receiver: Receiver) -> None:
         super().__init__(rank, receiver)
         self._wake_up = WakeUp()
-        self._inbox: deque[Item | None] = deque()  # None: the other end is closed
+        self._inbox: deque[tuple[LinkMessage, Bytes | None] | None] = deque()  # None: the other end is closed
         self._other: MemoryLink = self
         self._poller: Poller | None = None
 
@@ -152,15 +147,15 @@ class MemoryLink(PeerLink):
         one._other, two._other = two, one
         return one, two
 
-    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None:
+    def _send(self, message: LinkMessage, head: bytes, payload: Bytes | None, sent: OnLinkSent | None) -> None:
         if self._other.open:
-            self._give((head, segment, payload.copy() if payload is not None else None))
+            self._give((message, payload.copy() if payload is not None else None))
         else:
             self._take_all()  # what it said before it closed counts
         if sent:
             sent()
 
-    def _give(self, item: Item | None) -> None:
+    def _give(self, item: tuple[LinkMessage, Bytes | None] | None) -> None:
         self._other._inbox.append(item)
         self._other._wake_up.ring()
 
@@ -178,16 +173,14 @@ class MemoryLink(PeerLink):
         while self._inbox and self.open:
             item = self._inbox.popleft()
             if item is None:
-                self._lost("its connection has closed")
+                self._lost(CLOSED)
                 return
-            head, segment, payload = item
-            _, kind, _, _, _, context, tag, length = HEAD.unpack_from(head)
-            message = LinkMessage(kind, context, tag, head[HEAD.size :], segment)
-            if payload is not None and length:
-                room = self.receiver.room(self.rank, message, length)
+            message, payload = item
+            if payload is not None and payload.nbytes:
+                room = self.receiver.room(self.rank, message, payload.nbytes)
                 room[:] = payload
                 payload = room
-            self.receiver.arrived(self.rank, message, payload if length else None)
+            self.receiver.arrived(self.rank, message, payload if payload is not None and payload.nbytes else None)
 
     def close(self) -> None:
         if self.open:

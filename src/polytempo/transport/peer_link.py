@@ -5,9 +5,9 @@
 What arrives is handed to a *receiver*, which is asked for the memory of a payload as soon as its head is there: what is
 expected goes straight to where it belongs. The owner of the receiver drives the link: it polls what the link registers.
 
-    `stream_link.py`  Unix sockets, between processes of one host; segments of shared memory are handed over here
-    `zmq_link.py`     ZeroMQ with CURVE keys, between hosts
-    `memory.py`       queues, between threads
+    `stream.py`   Unix sockets, between processes of one host; segments of shared memory are handed over here
+    `zeromq.py`   ZeroMQ with CURVE keys, between hosts
+    `memory.py`   queues, between threads
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from polytempo.errors import PeerError
 from polytempo.transport.channel import Bytes, Poller
-from polytempo.transport.framing import HEAD, MAGIC
+from polytempo.transport.framing import HEAD, MAGIC, FrameHead
 from polytempo.transport.shared_memory import Segment
 
 #: DATA is matched by context and tag; NOTE says "so far"; CALL says what is called; SEGMENT hands memory over; FAILED ends a
@@ -29,6 +30,9 @@ DATA, NOTE, CALL, SEGMENT, FAILED, BYE, HANDLE, DEVICE_NOTE, ON_HOST, GIVEN_UP, 
 #: The largest meta and payload of a message, in bytes.
 META_LIMIT = (1 << 16) - 1
 PAYLOAD_LIMIT = 1 << 46
+
+NO_MESSAGE = "it sent something that is no message"
+CLOSED = "its connection has closed"
 
 OnLinkSent = Callable[[], object]
 
@@ -47,6 +51,13 @@ class LinkMessage:
         """What goes in front of the payload."""
         new = self.segment is not None
         return HEAD.pack(MAGIC, self.kind, new, len(self.meta), length > 0, self.context, self.tag, length) + self.meta
+
+
+def check_link_head(head: FrameHead) -> None:
+    """Refuse a head that no rank sends."""
+    known = head.magic == MAGIC and head.kind < KINDS and head.segments <= 1
+    if not known or head.meta_length > META_LIMIT or head.length > PAYLOAD_LIMIT:
+        raise PeerError(NO_MESSAGE)
 
 
 class Receiver(Protocol):
@@ -85,10 +96,10 @@ class PeerLink(ABC):
         head = message.head(length)
         self.payload_sent += length
         self.overhead_sent += len(head)
-        self._send(head, message.segment, payload, sent)
+        self._send(message, head, payload, sent)
 
     @abstractmethod
-    def _send(self, head: bytes, segment: Segment | None, payload: Bytes | None, sent: OnLinkSent | None) -> None: ...
+    def _send(self, message: LinkMessage, head: bytes, payload: Bytes | None, sent: OnLinkSent | None) -> None: ...
 
     @abstractmethod
     def attach(self, poller: Poller) -> None:

@@ -28,9 +28,8 @@ from polytempo.transport.host_addresses import own_host
 from polytempo.transport.keys import WorkerKeys
 from polytempo.transport.link_relay import RELAY_HOST, EmulatedHost
 from polytempo.transport.peer_link import PeerLink, Receiver
-from polytempo.transport.stream import HELLO, RETRY_EVERY, accept_rank, connect_to, process_and_user
-from polytempo.transport.stream_link import StreamLink
-from polytempo.transport.zmq_link import HOST_TIMEOUT, ZmqLink, ZmqWires
+from polytempo.transport.stream import HELLO, RETRY_EVERY, StreamLink, accept_rank, connect_to, process_and_user
+from polytempo.transport.zeromq import HOST_TIMEOUT, ZmqLink, ZmqWires
 
 #: What stands for the address by which others reach a host that listens at all its addresses.
 OWN_HOST = "HOST"

@@ -1,10 +1,8 @@
-"""`ipc://`: Unix stream sockets in a private directory.
+"""Unix stream sockets: `ipc://` in a private directory, to a server, and links between the ranks of a host.
 
 Only this user can reach the directory, and the kernel says which user connects (SO_PEERCRED): another user's process is
 turned away before a byte is read, so no cipher is needed. It also says at once when a peer is gone, however it died.
-Messages are framed by `framing.py`.
-
-What all Unix stream sockets need is here, too: one connect loop, one way to accept. A rank that connects to another first
+Messages are framed by `framing.py`. There is one connect loop, and one way to accept. A rank that connects to another first
 sends its hello.
 """
 
@@ -18,21 +16,34 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
-
-import zmq
 
 from polytempo.errors import PeerError
 from polytempo.transport.buffer_pool import Pool
-from polytempo.transport.channel import Bytes, Channel, Closed, Endpoint, OnSent, Peer, Poller, Received
+from polytempo.transport.channel import IN, OUT, Bytes, Channel, Closed, Endpoint, OnSent, Peer, Poller, Received
 from polytempo.transport.deadline import Deadline
-from polytempo.transport.framing import FrameOutbox, FramePiece, FrameReader, FrameWriter, send_piece
+from polytempo.transport.framing import FrameDecoder, FrameHead, FramePiece, FrameReader, FrameWriter, Outbox, send_piece
+from polytempo.transport.peer_link import (
+    CLOSED,
+    NO_MESSAGE,
+    LinkMessage,
+    OnLinkSent,
+    PeerLink,
+    Receiver,
+    check_link_head,
+)
 
 #: The first bytes that a rank sends to another: its rank, and the number of ranks (0 where that is not fixed).
 HELLO = struct.Struct("<II")
 HELLO_TIMEOUT = 5.0
 RETRY_EVERY = 0.01
 SOCKET_BUFFER = 4 << 20
+#: How long an end that closes waits for the other to take what is left.
+LAST_WORDS = 1.0
+#: Payloads of links that are as small as this are copied behind their head and sent with it.
+JOIN_UP_TO = 16 << 10
 
 
 def connect_to(address: str, retry: Callable[[OSError], bool]) -> socket.socket | None:
@@ -94,7 +105,7 @@ def widen(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
 
 
-IN, OUT = int(zmq.POLLIN | zmq.POLLERR), int(zmq.POLLOUT)  # as plain numbers: they are looked at often
+# To a server.
 
 
 class StreamPeer(Peer):
@@ -102,35 +113,29 @@ class StreamPeer(Peer):
 
     def __init__(self, endpoint: StreamEndpoint, sock: socket.socket, limit: int, pool: Pool) -> None:
         super().__init__(f"connection {sock.fileno()}", limit)
-        self.sock = sock
-        self.fileno = sock.fileno()
+        self.sock, self.fileno = sock, sock.fileno()
         self.reader = FrameReader(pool, limit)
         self.writer = FrameWriter(pool)
+        self.outbox: Outbox[FramePiece] = Outbox(self.fileno, partial(send_piece, sock))
         self._endpoint = endpoint
-        self._outbox = FrameOutbox()
-        self._writing = False
 
     def send(self, header: bytes, buffers: Sequence[Bytes] = (), done: OnSent | None = None) -> None:
         pieces, done = self.writer.write(header, buffers, done)
         for piece in pieces[:-1]:
-            self._outbox.append(piece)
-        self._outbox.append(pieces[-1], done)
+            self.outbox.append(piece)
+        self.outbox.append(pieces[-1], done)
         self.flush()
 
     def flush(self) -> None:
         try:
-            self._outbox.flush(self.sock)
+            self.outbox.flush()
         except OSError:
-            return self.drop()
-        if self._writing != bool(self._outbox):
-            self._writing = bool(self._outbox)
-            self._endpoint.watch(self, self._writing)
-        return None
+            self.drop()
 
     def drop(self) -> None:
         """The peer is gone: drop what was meant for it; its leases expire."""
         self.writer.close()
-        self._outbox.drop()
+        self.outbox.drop()
 
     def close(self) -> None:
         self._endpoint.forget(self)
@@ -141,11 +146,9 @@ class StreamEndpoint(Endpoint):
 
     def __init__(self, path: str, pool: Pool, stranger_limit: int) -> None:
         self.address = f"ipc://{path}"
-        self._path = path
-        self._pool = pool
-        self._limit = stranger_limit
+        self._path, self._pool, self._limit = path, pool, stranger_limit
         self._peers: dict[int, StreamPeer] = {}
-        self._poller: Poller | None = None
+        self._poller = Poller()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         os.chmod(path, 0o600)
@@ -154,7 +157,7 @@ class StreamEndpoint(Endpoint):
 
     def attach(self, poller: Poller) -> None:
         self._poller = poller
-        poller.register(self._listener.fileno(), zmq.POLLIN)
+        poller.register(self._listener.fileno(), IN)
 
     def handle(self, ready: dict[Any, int]) -> list[Received | Closed]:
         events: list[Received | Closed] = []
@@ -180,7 +183,7 @@ class StreamEndpoint(Endpoint):
             widen(sock)
             peer = StreamPeer(self, sock, self._limit, self._pool)
             self._peers[peer.fileno] = peer
-            self.watch(peer, False)
+            peer.outbox.attach(self._poller)
 
     def _read(self, peer: StreamPeer) -> list[Received | Closed]:
         events: list[Received | Closed] = []
@@ -191,37 +194,29 @@ class StreamEndpoint(Endpoint):
                 peer.reader.ahead = peer.who is not None  # what it may send depends on its role
                 events.append(Received(peer, *peer.reader.read(peer.sock)))
                 if not peer.reader.is_ahead():
-                    break  # if there is more, the poller will say so
+                    return events  # if there is more, the poller will say so
         except BlockingIOError:
             return events
         except (EOFError, OSError):
             pass
         except PeerError as error:
             reason = str(error)
-        else:
-            return events
         self.forget(peer)
         return [*events, Closed(peer, reason)]
 
-    def watch(self, peer: StreamPeer, writing: bool) -> None:
-        """Be told when this peer has sent something, and, if wanted, when it can take more."""
-        if self._poller is not None and peer.fileno in self._peers:
-            self._poller.register(peer.fileno, zmq.POLLIN | (zmq.POLLOUT if writing else 0))
-
     def forget(self, peer: StreamPeer) -> None:
-        if self._peers.pop(peer.fileno, None) is not None and self._poller is not None:
-            self._poller.unregister(peer.fileno)
+        self._peers.pop(peer.fileno, None)
+        peer.outbox.detach()
         peer.drop()
         peer.reader.close()
         peer.sock.close()
 
     def close(self) -> None:
         for peer in list(self._peers.values()):
-            peer.sock.setblocking(True)
-            peer.sock.settimeout(1.0)
+            peer.sock.settimeout(LAST_WORDS)
             peer.flush()
             self.forget(peer)
-        if self._poller is not None:
+        with suppress(KeyError):  # it was never attached
             self._poller.unregister(self._listener.fileno())
         self._listener.close()
         if os.path.exists(self._path):
@@ -282,3 +277,123 @@ class StreamChannel(Channel):
     def close(self) -> None:
         self._reader.close()
         self._sock.close()
+
+
+# Between ranks.
+
+
+class LinkDecoder(FrameDecoder[tuple[LinkMessage, Bytes | None]]):
+    """Takes link messages apart; the receiver has the memory of their payloads."""
+
+    gulp = 4096  # a little, because what belongs to a payload is copied once more
+    ancillary = socket.CMSG_SPACE(16 * 4)
+    not_a_frame = NO_MESSAGE
+
+    def __init__(self, rank: int, receiver: Receiver) -> None:
+        super().__init__()
+        self.ahead = True
+        self._rank, self._receiver = rank, receiver
+
+    def check(self, head: FrameHead) -> None:
+        check_link_head(head)
+
+    def begin(self, head: FrameHead, meta: bytes) -> tuple[tuple[LinkMessage, Bytes | None], list[memoryview]]:
+        segment = self.open_segments(1)[0] if head.segments else None
+        message = LinkMessage(head.kind, head.context, head.tag, meta, segment)
+        if not head.length:
+            return (message, None), []
+        payload = self._receiver.room(self._rank, message, head.length)
+        return (message, payload), [payload.data]
+
+
+class StreamLink(PeerLink):
+    """One end of a connected socket. The kernel says when the other end is gone, however its process ended."""
+
+    def __init__(self, rank: int, receiver: Receiver, sock: socket.socket) -> None:
+        super().__init__(rank, receiver)
+        sock.setblocking(False)
+        widen(sock)
+        self._sock, self.fileno = sock, sock.fileno()
+        self._outbox: Outbox[FramePiece] = Outbox(self.fileno, partial(send_piece, sock))
+        self._decoder = LinkDecoder(rank, receiver)
+
+    # Sending.
+
+    def _send(self, message: LinkMessage, head: bytes, payload: Bytes | None, sent: OnLinkSent | None) -> None:
+        new = (message.segment,) if message.segment is not None else ()
+        if payload is None or payload.nbytes <= JOIN_UP_TO:
+            whole = head if payload is None else head + payload.tobytes()
+            count = 0
+            if not new and not self._outbox:
+                try:  # noqa: SIM105  suppress() costs more than all the rest
+                    count = self._sock.send(whole)
+                except OSError:  # the queue meets it again
+                    pass
+                if count == len(whole):
+                    if sent:
+                        sent()
+                    return
+            self._outbox.append((memoryview(whole)[count:], new), sent)
+        else:
+            self._outbox.append((memoryview(head), new))
+            self._outbox.append((payload.data.cast("B"), ()), sent)
+        if not self._outbox.writing:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            self._outbox.flush()
+        except OSError as error:  # the other end takes nothing more; what it sent before it went still counts
+            self.drain()
+            self._lost(f"it takes nothing more: {error.strerror or error}")
+
+    # Receiving.
+
+    def attach(self, poller: Poller) -> None:
+        self._outbox.attach(poller)
+
+    def handle(self, ready: dict[Any, int]) -> None:
+        state = ready.get(self.fileno, 0)
+        if state & OUT:
+            self._flush()
+        if state & ~OUT and self.open:
+            self.read()
+
+    def drain(self) -> None:
+        while self.read():
+            pass
+
+    def read(self) -> bool:
+        """Take what is there; whether there may be more."""
+        decoder = self._decoder
+        try:
+            while self.open:
+                message, payload = decoder.read(self._sock)
+                self.receiver.arrived(self.rank, message, payload)
+                if not decoder.is_ahead():
+                    return self.open
+        except BlockingIOError:
+            pass
+        except (EOFError, OSError):
+            self._lost(CLOSED)
+        except PeerError as error:
+            self._lost(str(error))
+        return False
+
+    # The end.
+
+    def close(self) -> None:
+        if not self.open:
+            return
+        if self._outbox:
+            self._sock.settimeout(LAST_WORDS)
+            with suppress(OSError):  # the other end is gone
+                self._outbox.flush()
+        self.open = False
+        self._outbox.detach()
+        self.abandon()
+        self._outbox.drop()
+
+    def abandon(self) -> None:
+        self._sock.close()
+        self._decoder.close()
