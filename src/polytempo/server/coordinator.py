@@ -158,7 +158,7 @@ class Coordinator:
         self._key_values = JobKeyValues()
         self._go_on_unsaved = go_on_unsaved
         self._ends_diverged = ends_diverged
-        self._has_launcher = False
+        self._has_launcher, self._awaits_launcher = False, True
         self._untold: list[Effect] = []  # until the launcher is there
         self._wakes: list[float] = []  # a heap: when the sequencer wants its ticks
         self._norms: dict[tuple[str, int], list[float]] = {}  # of single shards, by optimizer and version
@@ -223,9 +223,11 @@ class Coordinator:
                     passed += self._carry_out([stops if self._ends_diverged else Tell(goes_on(effect.trouble, advice))])
                 case StopJob(cause=cause):
                     passed += self._told(Notice(text=cause, fatal=True))
-                    over = effect.over or not self._has_launcher
-                    passed += [ToServers(Stopped(cause=cause))] if over else []  # else they may still have to save
-                    passed += [*self._hosts.stopped(cause), StopWorkers(cause), *([EndLoop()] if over else [])]
+                    passed += [*self._hosts.stopped(cause), StopWorkers(cause)]
+                    if effect.over or not self._has_launcher:  # else servers may still have to save
+                        ends: list[Effect] = [ToServers(Stopped(cause=cause)), EndLoop()]
+                        # Workers may fail before the launcher has connected: it would only see that servers end.
+                        (self._untold if self._awaits_launcher else passed).extend(ends)
                 case _:
                     passed.append(effect)
         return passed
@@ -240,9 +242,14 @@ class Coordinator:
 
     def launcher_connected(self) -> list[Effect]:
         """The launcher is there: workers may have been sooner."""
-        self._has_launcher = True
+        self._has_launcher, self._awaits_launcher = True, False
         untold, self._untold = self._untold, []
         return untold
+
+    def launcher_gone(self, reason: str = "") -> list[Effect]:
+        """The launcher has ended, maybe before it connected."""
+        self._has_launcher = self._awaits_launcher = False
+        return self._stop(f"the launcher is gone{': ' + reason if reason else ''}")
 
     def agent_connected(self, agent: int, count: int, now: float) -> list[Effect]:
         return self._carry_out(self._hosts.add(agent, count, now))
@@ -251,18 +258,16 @@ class Coordinator:
         """A connection is closed; `reason` is empty when the other side closed it."""
         role = sender.role if sender is not None else ""
         if role == "launcher":
-            self._has_launcher = False
-            return self.stop(f"the launcher is gone{': ' + reason if reason else ''}")
+            return self.launcher_gone(reason)
         if role == "server" and self._finish is None:
             if reason:
-                return self.stop(f"{describe(sender)} was turned away: {reason}")
+                return self._stop(f"{describe(sender)} was turned away: {reason}")
             if self._has_launcher:
                 return []  # the launcher reports its exit
-            return self.stop(f"{describe(sender)} is gone")
+            return self._stop(f"{describe(sender)} is gone")
         return self._carry_out([Tell(f"the connection of {describe(sender)} was closed: {reason}")]) if reason else []
 
-    def stop(self, cause: str) -> list[Effect]:
-        """The job ends early."""
+    def _stop(self, cause: str) -> list[Effect]:
         return self._carry_out([StopJob(cause)])
 
     def given_up(self, worker: Hello, now: float) -> str:

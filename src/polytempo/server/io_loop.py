@@ -152,8 +152,10 @@ class IoLoop:
                 self._closed(event) if isinstance(event, Closed) else self._received(event)
         if self._to_coordinator is not None and self._to_coordinator.pollable() in ready:
             self._receive_log(self._to_coordinator)
-        if self._launcher_exit in ready:
+        if self._launcher_exit in ready and self._coordinator is None:
             self._stop("the launcher is gone")
+        elif self._launcher_exit in ready and self._coordinator is not None:
+            self._perform(self._coordinator.launcher_gone())
         if self.executor.wake_up.fileno in ready:
             self.executor.wake_up.silence()
             self._perform(self._inbox.completed())
@@ -369,8 +371,8 @@ class IoLoop:
             peer.send(header)
 
     def _stop(self, cause: str) -> None:
-        own: list[Effect] = [StopWorkers(cause), EndLoop()]
-        self._perform(own if self._coordinator is None else self._coordinator.stop(cause))
+        """Of a server that has no say in the job."""
+        self._perform([StopWorkers(cause), EndLoop()])
 
     def facts(self) -> dict[str, Any]:
         """For tests: pushes that the log has not asked for yet, and the workers that are connected."""
