@@ -225,9 +225,9 @@ class Coordinator:
                     passed += self._told(Notice(text=cause, fatal=True))
                     passed += [*self._hosts.stopped(cause), StopWorkers(cause)]
                     if effect.over or not self._has_launcher:  # else servers may still have to save
-                        ends: list[Effect] = [ToServers(Stopped(cause=cause)), EndLoop()]
+                        last: list[Effect] = [ToServers(Stopped(cause=cause)), EndLoop()]
                         # Workers may fail before the launcher has connected: it would only see that servers end.
-                        (self._untold if self._awaits_launcher else passed).extend(ends)
+                        (self._untold if self._awaits_launcher else passed).extend(last)
                 case _:
                     passed.append(effect)
         return passed
