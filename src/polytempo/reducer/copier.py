@@ -326,7 +326,7 @@ class Copier:
     def scatter(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
         """New values, one list of buffers for each shard, into the parameters."""
         if self.on_device:
-            self._receive(parts)
+            self.landing.receive(parts)
             self.land()
             return
         self.watch.see_writes()
@@ -334,7 +334,7 @@ class Copier:
             self.staging.scatter(parts)
             if self.staging.others:
                 self.landing.changed_all()
-                self._receive(parts)
+                self.landing.receive(parts)
                 with torch.no_grad():
                     for index in self.staging.others:
                         self.params[index].detach().copy_(self.landing.views[index])
@@ -370,14 +370,6 @@ class Copier:
         with torch.no_grad():
             self._landings.make()
         self.watch.record()
-
-    def _receive(self, parts: dict[int, list[Bytes]]) -> None:
-        """Bytes that have come through the host into `landing`."""
-        with torch.no_grad():
-            for shard, buffers in parts.items():
-                for segment, data in zip(self.layout.shards[shard], buffers, strict=True):
-                    flat = self.landing.tensors[segment.dtype]
-                    flat[segment.start : segment.stop].copy_(as_tensor(data, segment.dtype))
 
     def holds(self, parts: dict[int, list[Bytes]]) -> bool:
         """Are these the values of the parameters?"""
@@ -425,7 +417,7 @@ class Copier:
         """Copy agreed gradients into `.grad` of every parameter, and set it to None where no worker had one."""
         self.landing.changed_all()
         if self.staging is None or self.staging.others:
-            self._receive(parts)
+            self.landing.receive(parts)
         if self.staging is None:
             self.assign_gradients(self.landing.views, absent)
             return

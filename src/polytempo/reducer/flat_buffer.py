@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -80,9 +80,10 @@ class FlatBuffer:
         self._places = {index: view.data_ptr() for index, view in self.views.items()}
         self._renewed = dict.fromkeys(self.views, 0)
         self._finite: dict[int, int] = {}  # views that were found finite, and their version then
+        self._segments = layout.shards
         self.in_twin = False  #: what was gathered lies on the GPU alone, in the twin of this buffer
         self._staged: frozenset[int] = frozenset()  # of these, views that were just filled from a GPU
-        shards = () if self.on_device else layout.shards
+        shards = () if self.on_device else self._segments
         self.parts = [[self._part(s.dtype, s.start, s.stop) for s in segments] for segments in shards]
 
     def _flat(self, dtype: str, start: int, stop: int) -> torch.Tensor:
@@ -98,6 +99,13 @@ class FlatBuffer:
         place = self._layout_places[index]
         flat, shape = self._flat(place.info.dtype, place.start, place.stop), tuple(place.info.shape)
         return flat.as_strided(shape, self._forms[index]) if index in self._forms else flat.view(shape)
+
+    def receive(self, parts: Mapping[int, Sequence[Bytes]]) -> None:
+        """Copy what servers have answered, one list of buffers for each shard, to where it belongs."""
+        with torch.no_grad():
+            for shard, buffers in parts.items():
+                for segment, data in zip(self._segments[shard], buffers, strict=True):
+                    self.tensors[segment.dtype][segment.start : segment.stop].copy_(as_tensor(data, segment.dtype))
 
     def order_as(self, params: Sequence[torch.Tensor]) -> str:
         """Have elements in the order that they have in the memory of these parameters, from now on; they may move later.

@@ -249,7 +249,7 @@ class Coordinator:
     def launcher_gone(self, reason: str = "") -> list[Effect]:
         """The launcher has ended, maybe before it connected."""
         self._has_launcher = self._awaits_launcher = False
-        return self._stop(f"the launcher is gone{': ' + reason if reason else ''}")
+        return self._carry_out([StopJob(f"the launcher is gone{': ' + reason if reason else ''}")])
 
     def agent_connected(self, agent: int, count: int, now: float) -> list[Effect]:
         return self._carry_out(self._hosts.add(agent, count, now))
@@ -261,14 +261,11 @@ class Coordinator:
             return self.launcher_gone(reason)
         if role == "server" and self._finish is None:
             if reason:
-                return self._stop(f"{describe(sender)} was turned away: {reason}")
+                return self._carry_out([StopJob(f"{describe(sender)} was turned away: {reason}")])
             if self._has_launcher:
                 return []  # the launcher reports its exit
-            return self._stop(f"{describe(sender)} is gone")
+            return self._carry_out([StopJob(f"{describe(sender)} is gone")])
         return self._carry_out([Tell(f"the connection of {describe(sender)} was closed: {reason}")]) if reason else []
-
-    def _stop(self, cause: str) -> list[Effect]:
-        return self._carry_out([StopJob(cause)])
 
     def given_up(self, worker: Hello, now: float) -> str:
         """A worker has sent a message: why the job goes on without it; empty when it does not."""

@@ -34,7 +34,6 @@ from polytempo.reducer.flat_buffer import FlatBuffer, describe
 from polytempo.reducer.optimizer_spec import SpecBuilder
 from polytempo.reducer.peers import PeerExchange, make_peers
 from polytempo.reducer.servers import ServerExchange
-from polytempo.server.optimizer_state import as_tensor
 from polytempo.session.session import Session
 from polytempo.sync.blocks import Averaging
 from polytempo.train.model_tables import dense_segments, dense_state
@@ -140,7 +139,8 @@ class Fragment:
             self._views = self._in_order(self._landing)
         self._outer: OuterStep | None = None  # made here
         if isinstance(reducer, ServerExchange):
-            reducer.deliver_to(self._land, land=lambda: None)  # what has landed on a device is where it shall be
+            landing = self._landing  # on a device, what has landed is where it shall be
+            reducer.deliver_to(lambda parts, absent: landing.receive(parts), land=lambda: None)
         elif steps:
             self._outer = OuterStep(self._views, self._groups, rules)
             reducer.copier.watch.compare_by(self._views)
@@ -151,11 +151,6 @@ class Fragment:
 
     def _in_order(self, buffer: FlatBuffer) -> list[torch.Tensor]:
         return [buffer.views[index] for index in range(len(self._tensors))]
-
-    def _land(self, parts: dict[int, list[Bytes]], absent: Sequence[int] = ()) -> None:
-        for shard, buffers in parts.items():
-            for segment, data in zip(self.reducer.layout.shards[shard], buffers, strict=True):
-                self._landing.tensors[segment.dtype][segment.start : segment.stop] = as_tensor(data, segment.dtype)
 
     # A round.
 
@@ -236,7 +231,7 @@ class Fragment:
         shown = range(len(self._tensors) - (0 if merged else len(self._companions.tensors)))
         changes = [now[i].detach() - old if i in shown else torch.zeros_like(old) for i, old in enumerate(before)]
         self._unsent = [one + other for one, other in zip(self._unsent, changes, strict=True)] if self._unsent else changes
-        self._land(newest or {})
+        self._landing.receive(newest or {})
         if self._sent:
             self._sent = [view.clone() if i in shown else self._sent[i] for i, view in enumerate(self._views)]
         self.reducer.copier.write(self._views)
@@ -250,7 +245,7 @@ class Fragment:
         self.restore()
         self._companions.read()
         self._kept = [tensor.detach().clone() for tensor in self._tensors]
-        self._land(newest or {})
+        self._landing.receive(newest or {})
         copier.write(self._views)
         self._companions.write()
         self.record()

@@ -52,7 +52,6 @@ from polytempo.reducer.deadline_peers import DeadlinePeers, EndedRound
 from polytempo.reducer.exchange import Exchange, GradientMean, GroupValues
 from polytempo.reducer.flat_buffer import FlatBuffer
 from polytempo.reducer.servers import ServerExchange
-from polytempo.server.optimizer_state import as_tensor
 from polytempo.sync.directives import NextDeadline
 from polytempo.train.communication import load_in_place
 from polytempo.train.safe_serialization import decode_from, encode_for_all
@@ -150,12 +149,8 @@ class ServerRounds(RoundExchange):
 
     def _keep(self, parts: dict[int, list[Bytes]], absent: Sequence[int]) -> None:
         """Values of an answer, copied: their memory is received into again."""
-        layout = self._server_reducer.layout
-        with self._access, torch.no_grad():
-            for shard, buffers in parts.items():
-                for stretch, data in zip(layout.shards[shard], buffers, strict=True):
-                    flat = self._newest.tensors[stretch.dtype]
-                    flat[stretch.start : stretch.stop].copy_(as_tensor(data, stretch.dtype))
+        with self._access:
+            self._newest.receive(parts)
 
     def install(self) -> None:
         with self._access:
